@@ -8,16 +8,8 @@ MAIN, AUTOGRAD = 1, 2
 
 
 def slice_(kind, name, start, end, thread=MAIN, **args):
-    return {
-        "ph": "X",
-        "cat": kind,
-        "name": name,
-        "pid": 100,
-        "tid": thread,
-        "ts": start,
-        "dur": end - start,
-        "args": args,
-    }
+    times = {"ts": start, "dur": end - start}
+    return {"ph": "X", "cat": kind, "name": name, "pid": 100, "tid": thread, "args": args} | times
 
 
 def mark(name, start, end):
@@ -33,20 +25,11 @@ def python(name, start, end, thread=MAIN):
 
 
 def call(name, start, end, correlation, thread=MAIN):
-    return slice_(
-        "cuda_runtime",
-        name,
-        start,
-        end,
-        thread,
-        correlation=correlation,
-        **{"External id": correlation},
-    )
+    return slice_("cuda_runtime", name, start, end, thread, correlation=correlation)
 
 
 def work(kind, name, start, end, correlation, stream=7):
-    gpu = {"stream": stream, "device": 0, "correlation": correlation, "External id": correlation}
-    return slice_(kind, name, start, end, stream, **gpu) | {"pid": 0}
+    return slice_(kind, name, start, end, stream, stream=stream, correlation=correlation)
 
 
 def kernel(name, start, end, correlation, stream=7):

@@ -24,14 +24,22 @@ _BUILTIN = re.compile(r"<built-in \w+ (?P<name>\S+?)(?: of (?P<owner>\S+) object
 
 
 class Slice(NamedTuple):
-    """Something that took time on a host thread. `dims` are an operator's input shapes, where they
-    were recorded.
+    """Something that took time, in ms: on a host thread, or on a GPU stream (`thread` either way).
+
+    `dims` are an operator's input shapes, where they were recorded. `correlation` ties a CUDA call
+    to the GPU work that it caused.
     """
 
     start: float
     end: float
     name: str
     dims: Any = None
+    thread: Any = None
+    correlation: int | None = None
+
+    @property
+    def ms(self) -> float:
+        return self.end - self.start
 
 
 class Frame(NamedTuple):
@@ -49,9 +57,7 @@ class Frame(NamedTuple):
         parts = self.file.split("/")
         if _NOTEBOOK.search(self.file) or "labutils" in parts:
             return True
-        if _PACKAGES_FOLDER.match(self.file) or self.file.startswith(
-            ("<frozen ", "<string>", "<eval")
-        ):
+        if _PACKAGES_FOLDER.match(self.file) or self.file.startswith("<"):
             return False
         top = parts[0].removesuffix(".py")
         return not any(map(_LIBRARY.fullmatch, parts)) and top not in sys.stdlib_module_names
@@ -72,9 +78,15 @@ class Frame(NamedTuple):
         return f"{self.short_file}: {self.function}"
 
 
-def innermost_own(frames: Sequence[Frame]) -> Frame | None:
-    """The innermost frame of one's own code, or else the innermost of all; None for no frames."""
-    return next((frame for frame in reversed(frames) if frame.own), frames[-1] if frames else None)
+def blamed_frames(frames: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
+    """(the innermost frame of one's own code, or else the innermost; the library function that it
+    called, if any) of a stack from the outermost frame in. Two times None for no frames.
+    """
+    if not frames:
+        return None, None
+    innermost = frames[-1]
+    own = next((frame for frame in reversed(frames) if frame.own), innermost)
+    return own, None if innermost.own else innermost
 
 
 def enclosing(slices: Sequence[Slice], moments: Sequence[float]) -> list[tuple[Slice, ...]]:

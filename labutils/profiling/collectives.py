@@ -48,21 +48,20 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
     `samples` of a run.
 
     Every rank calls it with the same sizes. Samples: `bytes` and, beside each, the medians
-    `all_reduce_ms`, `algorithm_gb_per_s` and `bus_gb_per_s`. Metrics: `latency_us` (of the quickest
+    `all_reduce_ms` and `bus_gb_per_s`. Metrics: `latency_us` (of the quickest
     size), `bus_gb_per_s` and, with its spread, `largest_ms` (of the largest), `ranks`.
     """
     for size in sizes:  # what a connection does once, when the first messages go, is nobody's time
         _times_ms(size, device, repeats=WARM_UP)
     times = [_times_ms(size, device) for size in sizes]
     medians = [summarise(samples)["median"] for samples in times]
-    algorithm = [size / ms / 1e6 for size, ms in zip(sizes, medians, strict=True)]
-    bus = [rate * bus_factor(ranks) for rate in algorithm]
+    factor = bus_factor(ranks) / 1e6
+    bus = [factor * size / ms for size, ms in zip(sizes, medians, strict=True)]
     metrics = {"latency_us": min(medians) * 1e3, "bus_gb_per_s": bus[-1], "ranks": ranks}
     metrics["largest_ms"] = summarise(times[-1])
     samples = {
         "bytes": [float(size) for size in sizes],
         "all_reduce_ms": [round(ms, 5) for ms in medians],
-        "algorithm_gb_per_s": [round(rate, 5) for rate in algorithm],
         "bus_gb_per_s": [round(rate, 5) for rate in bus],
     }
     return {"metrics": metrics, "samples": samples}
@@ -168,9 +167,10 @@ def _share(times: list[Interval], window: Interval) -> float:
 
 def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:
     if trace.on_gpu:
-        sends = [category_of(kernel.name) == "communication" for kernel in trace.kernels]
-        talking = [kernel for kernel, one in zip(trace.kernels, sends, strict=True) if one]
-        computing = [kernel for kernel, one in zip(trace.kernels, sends, strict=True) if not one]
+        talking, computing = [], []
+        for kernel in trace.kernels:
+            sends = category_of(kernel.name) == "communication"
+            (talking if sends else computing).append(kernel)
     else:
         idle = (*COMPUTES_NOTHING, "communication")
         talking = [mark for mark in trace.annotations if mark.name.startswith("gloo:")]
@@ -192,19 +192,14 @@ def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> lis
 
 _TRANSPORT = r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)"
 _CHOSEN = r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+)"
-_NUMBERED = {
-    "algorithm": ("Tree", "Ring", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT"),
-    "protocol": ("LL", "LL128", "Simple"),
-}
-"""What NCCL's numbers mean, in versions that print numbers (nccl_common.h)."""
 SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM,TUNING"}
 """What has NCCL say what `read_nccl_log` looks for."""
 
 
 def read_nccl_log(text: str) -> dict[str, Any]:
     """What NCCL tells (`SAY_ALL`) of the ways that it takes: `version`, `channels`, `network`,
-    `transports` (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), `chosen`
-    (an all-reduce's bytes -> "Ring, Simple") and the `settings` that it took from the environment.
+    `transports` (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), and
+    `chosen` (an all-reduce's bytes -> "RING, SIMPLE").
 
     What a version does not say is absent. Its wording is no interface: see the log itself where a
     number matters.
@@ -212,24 +207,14 @@ def read_nccl_log(text: str) -> dict[str, Any]:
     version = re.search(r"NCCL version ([\d.]+)", text)
     channels = re.search(r"(\d+) coll channels", text)
     network = re.search(r"Using network (\w+)", text)
-    chosen = {
-        int(size): f"{_named(algorithm, 'algorithm')}, {_named(protocol, 'protocol')}"
-        for size, algorithm, protocol in re.findall(_CHOSEN, text)
-    }
     facts = {
         "version": version and version[1],
         "channels": channels and int(channels[1]),
         "network": network and network[1],
         "transports": dict(Counter(re.findall(_TRANSPORT, text))),
-        "chosen": chosen,
-        "settings": dict(re.findall(r"(NCCL_\w+) set by environment to ([^\s.]+)", text)),
+        "chosen": {
+            int(size): f"{algorithm}, {protocol}"
+            for size, algorithm, protocol in re.findall(_CHOSEN, text)
+        },
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def _named(word: str, kind: str) -> str:
-    """A number's name; a word in the spelling of NCCL's header."""
-    names = _NUMBERED[kind]
-    if word.isdigit():
-        return names[int(word)] if int(word) < len(names) else word
-    return next((name for name in names if name.upper() == word.upper()), word)

@@ -71,8 +71,9 @@ def variants_limited(limit: int) -> AbstractContextManager:
 def ask_cpp_compiler() -> None:
     """Let Inductor find out what the C++ compiler can do, where a CPU's kernels are wanted.
 
-    With no answers in its cache that takes ten seconds, in which no model has a part: asked before
-    `compile_from_nothing`, the machine's own cache keeps them, and no first step contains them.
+    This takes ten seconds where its cache has no answers, whatever the model. Called before
+    `compile_from_nothing`, it leaves the answers in the machine's own cache, and no first step
+    contains the ten seconds.
     """
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch._inductor.exc import InvalidCxxCompiler
@@ -98,13 +99,23 @@ def record_memory_history() -> None:
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=1_000_000)
 
 
-def memory_history(device: int) -> list[dict[str, Any]]:
-    """The events that the allocator has kept so far."""
+def memory_history() -> list[dict[str, Any]]:
+    """The events that the allocator of the current device has kept so far."""
+    device = torch.cuda.current_device()
     return torch.cuda.memory._snapshot(device)["device_traces"][device]
 
 
 def stop_memory_history() -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def load_machine_code(code: bytes) -> None:
+    """Have the driver load a compiled kernel. Raises `RuntimeError`, with the driver's words, where
+    it refuses.
+    """
+    from torch.cuda._utils import _cuda_load_module
+
+    _cuda_load_module(code)
 
 
 def capability_warning() -> None:
@@ -113,10 +124,14 @@ def capability_warning() -> None:
 
 
 def silence_checkpoint_warning() -> None:
-    """Have nobody warned who compiles a checkpoint with a `context_fn`: PyTorch fears operations in
-    place, and our blocks have none.
+    """Drop the warning about a compiled checkpoint with a `context_fn`: PyTorch fears operations in
+    place, and our blocks have none. The logger's level and its other messages stay.
     """
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_a_context_fn)
+
+
+def _not_of_a_context_fn(record: logging.LogRecord) -> bool:
+    return "context_fn is passed" not in record.getMessage()
 
 
 def dynamo_records() -> SimpleNamespace:

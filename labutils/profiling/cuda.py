@@ -25,21 +25,19 @@ def available() -> bool:
         return False
 
 
-def _gpu() -> Any:
-    """`torch.cuda`, or None without a GPU."""
+def _torch() -> Any:
+    """PyTorch, or None without a GPU."""
     if not available():
         return None
     import torch
 
-    return torch.cuda
+    return torch
 
 
 def card() -> dict[str, Any]:
     """{gpu, gpu_memory_gb, compute_capability, cuda} of the GPU in use; {} without one."""
-    if not available():
+    if not (torch := _torch()):
         return {}
-    import torch
-
     with warnings.catch_warnings():  # the doctor says what an unsupported card means
         warnings.simplefilter("ignore")
         properties = torch.cuda.get_device_properties(0)
@@ -51,16 +49,34 @@ def card() -> dict[str, Any]:
     }
 
 
+def gpu_device() -> Any:
+    """What NVIDIA's driver tells of PyTorch's first GPU, as nvitop's `Device`; None where it can't
+    be asked.
+
+    nvitop is not even imported where PyTorch sees no GPU: without a driver it prints several lines
+    of advice.
+    """
+    if not available():
+        return None
+    try:
+        import nvitop
+
+        devices = nvitop.Device.cuda.all()
+    except Exception:  # a container may have the GPU and not the driver's management library
+        return None
+    return devices[0] if devices else None
+
+
 def count() -> int:
     """GPUs that this process may use."""
-    return gpu.device_count() if (gpu := _gpu()) else 0
+    return torch.cuda.device_count() if (torch := _torch()) else 0
 
 
 def architectures() -> list[str]:
     """What this PyTorch was compiled for ("sm_90" machine code, "compute_90" PTX); [] without a
     GPU.
     """
-    return list(gpu.get_arch_list()) if (gpu := _gpu()) else []
+    return list(torch.cuda.get_arch_list()) if (torch := _torch()) else []
 
 
 def capability() -> tuple[int, int] | None:
@@ -71,38 +87,39 @@ def capability() -> tuple[int, int] | None:
 
 def synchronize() -> None:
     """Wait until the GPU has done all it was given."""
-    if gpu := _gpu():
-        gpu.synchronize()
+    if torch := _torch():
+        torch.cuda.synchronize()
 
 
 def empty_cache() -> None:
     """Give memory that PyTorch keeps but does not use back to the GPU."""
-    if gpu := _gpu():
-        gpu.empty_cache()
+    if torch := _torch():
+        torch.cuda.empty_cache()
 
 
 def reset_peak_memory() -> None:
     """Start a new reading of `peak_memory`."""
-    if gpu := _gpu():
-        gpu.reset_peak_memory_stats()
+    if torch := _torch():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def peak_memory() -> tuple[float, float] | None:
     """(allocated, reserved) GPU memory at its highest since the last reset, in 10^9 bytes; None
     without a GPU.
     """
-    gpu = _gpu()
-    return (gpu.max_memory_allocated() / GB, gpu.max_memory_reserved() / GB) if gpu else None
+    if not (torch := _torch()):
+        return None
+    return torch.cuda.max_memory_allocated() / GB, torch.cuda.max_memory_reserved() / GB
 
 
 def allocated_memory() -> float | None:
     """GPU memory that this process's tensors hold now, in 10^9 bytes; None without a GPU."""
-    return gpu.memory_allocated() / GB if (gpu := _gpu()) else None
+    return torch.cuda.memory_allocated() / GB if (torch := _torch()) else None
 
 
 def free_memory() -> float | None:
     """GPU memory that nobody uses, in 10^9 bytes; None without a GPU."""
-    return gpu.mem_get_info()[0] / GB if (gpu := _gpu()) else None
+    return torch.cuda.mem_get_info()[0] / GB if (torch := _torch()) else None
 
 
 def timed(
@@ -118,15 +135,22 @@ def timed(
     longer than a launch takes (some 10 us); elsewhere the host's clock. Repeats for about
     `budget_s`, within `at_least` .. `at_most`.
     """
-    for _ in range(warmup):
-        call()
-    synchronize()
-    start = time.perf_counter()
-    call()
-    synchronize()
-    one = max(time.perf_counter() - start, 1e-6)
-    repeats = max(at_least, min(at_most, int(budget_s / one)))
-    return _timed_by_events(call, repeats) if available() else _timed_by_clock(call, repeats)
+    import torch
+
+    from labutils.profiling.timing import StepClock  # it imports PyTorch
+
+    clock = StepClock(torch.device("cuda" if available() else "cpu"))
+
+    def times(repeats: int) -> list[float]:
+        clock.start()
+        for _ in range(repeats):
+            call()
+            clock.mark(0.0)
+        return clock.stop().step_ms
+
+    times(warmup)
+    one_ms = max(sum(times(1)), 1e-3)
+    return times(max(at_least, min(at_most, int(1e3 * budget_s / one_ms))))
 
 
 def timed_in_bursts(
@@ -148,27 +172,6 @@ def timed_in_bursts(
     return times
 
 
-def _timed_by_events(call: Callable[[], Any], repeats: int) -> list[float]:
-    import torch
-
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
-
-
-def _timed_by_clock(call: Callable[[], Any], repeats: int) -> list[float]:
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return samples
-
-
 def graph_of(call: Callable[[], Any]) -> Callable[[], None] | None:
     """`call`'s GPU work recorded once as a CUDA graph, to be replayed without the host; None
     without a GPU.
@@ -176,10 +179,8 @@ def graph_of(call: Callable[[], Any]) -> Callable[[], None] | None:
     `call` runs three times beforehand on a side stream, as capturing wants its libraries already
     initialised.
     """
-    if not available():
+    if not (torch := _torch()):
         return None
-    import torch
-
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

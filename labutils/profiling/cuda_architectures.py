@@ -6,13 +6,13 @@ Compatibility".
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 import subprocess
 import tempfile
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,41 +85,30 @@ def _refusal_of_foreign_code(capability: tuple[int, int]) -> str:
     """The driver's words when it is to load machine code of another major version; "" where it
     loads it.
     """
-    import torch
-
     code = _assemble(90 if capability[0] == 8 else 80)
-    torch.zeros(1, device="cuda")  # makes the context that the driver's calls work in
-    driver, module, words = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_char_p()
-    status = driver.cuModuleLoadData(ctypes.byref(module), code)
-    if status == 0:
-        driver.cuModuleUnload(module)
-        return ""
-    driver.cuGetErrorString(status, ctypes.byref(words))
-    return f"CUDA error {status}: {(words.value or b'unknown').decode()}"
+    try:
+        compat.load_machine_code(code)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _assemble(number: int) -> bytes:
-    """An empty kernel as machine code of sm_`number`, made with Triton's assembler or the CUDA
-    toolkit's.
-    """
-    assembler = _assembler()
+    """An empty kernel as machine code of sm_`number`."""
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "nothing.ptx", Path(folder) / "nothing.cubin"
         source.write_text(_PTX.format(number=number))
-        subprocess.run(
-            [assembler, f"-arch=sm_{number}", source, "-o", target], check=True, capture_output=True
-        )
+        command = [_assembler(), f"-arch=sm_{number}", source, "-o", target]
+        subprocess.run(command, check=True, capture_output=True)
         return target.read_bytes()
 
 
 def _assembler() -> str:
-    try:
-        import triton
+    """The path of ptxas: Triton's, which PyTorch for GPUs brings, or the CUDA toolkit's."""
+    with suppress(ImportError):
+        from triton import knobs
 
-        bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    except ImportError:
-        bundled = Path("/usr/local/cuda/bin/ptxas")
-    assembler = str(bundled) if bundled.exists() else shutil.which("ptxas")
-    if assembler is None:
-        raise RuntimeError("there is no ptxas (Triton and the CUDA toolkit bring one)")
-    return assembler
+        return knobs.nvidia.ptxas.path
+    if path := shutil.which("ptxas"):
+        return path
+    raise RuntimeError("there is no ptxas (Triton and the CUDA toolkit bring one)")

@@ -24,8 +24,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         if end <= start:
             continue
         if merged and start <= merged[-1][1]:
-            if end > merged[-1][1]:
-                merged[-1] = (merged[-1][0], end)
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))
     return merged

@@ -35,9 +35,8 @@ _PATTERNS = {
     r"aten::(add|sub|mul|div|addc|pow|sqrt|exp|sigmoid|rand|normal|zero|sin|cos|neg|mse|embedding)",
 }
 _TABLE = tuple((category, re.compile(pattern)) for category, pattern in _PATTERNS.items())
-_THIN = range(
-    2, 65
-)  # the smallest dimension of a product that a LoRA rank makes thin; 1 is a vector
+_THIN = range(2, 65)
+"""The smallest dimension of a product that a LoRA rank makes thin; 1 is a vector."""
 
 
 @functools.cache  # a trace holds some hundred names, each of them thousands of times

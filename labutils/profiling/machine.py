@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def machine_facts() -> dict[str, Any]:
 @functools.cache
 def _machine() -> dict[str, Any]:
     facts = cuda.card() | {
-        "driver": driver() if cuda.available() else None,
+        "driver": device.driver_version() if (device := cuda.gpu_device()) else None,
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "ram_gb": ram_gb(),
@@ -58,8 +57,8 @@ def scale_for(machine: dict[str, Any], lab: str = "") -> str:
     """The largest scale that fits `machine`: "full", "small" from 8 GB of GPU memory, otherwise
     "tiny".
 
-    lab: number of the lab that is to fit; without one, what most labs need. Raises nothing: a lab
-    that nobody knows needs what most do.
+    lab: number of the lab that is to fit. Without one, or for an unknown one, it is what most labs
+    need.
     """
     if lab in SEVERAL_GPUS and cuda.count() < 2:
         return "tiny"
@@ -79,22 +78,21 @@ def meant_for(scale: str, lab: str = "") -> str:
 
 def usable_cores(root: Path = ROOT) -> int:
     """CPU cores this process may use: fewer than the machine has under taskset, a batch system or a
-    container limit.
+    container limit (control groups version 2).
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    periods = _control_group_values(root, "cpu", "cpu.cfs_period_us", "cpu.cfs_period_us")
-    for quota in _control_group_values(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
-        allowed, period = (quota.split() + (periods or ["100000"]))[:2]
-        if allowed not in ("max", "-1") and int(period) > 0:
-            cores = min(cores, max(1, int(allowed) // int(period)))
+    for limit in _limits(root, "cpu.max"):
+        quota, period = limit.split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
     return cores
 
 
 def ram_gb(root: Path = ROOT) -> float:
     """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit."""
-    limits = _control_group_values(root, "memory", "memory.max", "memory.limit_in_bytes")
-    sizes = [psutil.virtual_memory().total, *(int(limit) for limit in limits if limit.isdigit())]
+    limits = [int(limit) for limit in _limits(root, "memory.max") if limit != "max"]
+    sizes = [psutil.virtual_memory().total, *limits]
     return round(min(sizes) / GB, 1)
 
 
@@ -114,35 +112,17 @@ def cpu_name() -> str:
 
 def os_name() -> str:
     """The operating system and its version."""
-    if platform.system() == "Darwin":
-        return f"macOS {platform.mac_ver()[0]}"
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except OSError:
-        return f"{platform.system()} {platform.release()}"
+    except OSError:  # macOS, among others
+        return platform.platform(terse=True)
 
 
-def driver() -> str | None:
-    """Version of the NVIDIA driver, or None where nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()[0] if done.stdout.split() else None
-
-
-def _control_group_values(root: Path, controller: str, name_v2: str, name_v1: str) -> list[str]:
-    """A limit as each control group from this process's own up to the root sets it (version 2, else
-    version 1).
-    """
+def _limits(root: Path, name: str) -> list[str]:
+    """A limit as each control group from this process's own up to the root sets it."""
     lines = _text(root / "proc/self/cgroup").splitlines()
-    groups = dict(line.split(":", 2)[1:] for line in lines if line.count(":") >= 2)
-    mount, name, group = root / "sys/fs/cgroup", name_v2, groups.get("", "/")
-    if not (mount / "cgroup.controllers").exists():
-        mount, name = mount / controller, name_v1
-        named = (path for names, path in groups.items() if controller in names.split(","))
-        group = next(named, "/")
+    group = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    mount = root / "sys/fs/cgroup"
     own = mount / group.lstrip("/")
     folders = [f for f in (own, *own.parents) if f == mount or mount in f.parents]
     return [text for folder in folders if (text := _text(folder / name).strip())]

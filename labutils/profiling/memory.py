@@ -21,7 +21,7 @@ Two recorders write the same record, `StepMemory`:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,11 @@ KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "temporar
 """What memory is for. weights: frozen and trained; activations: what waits for the backward pass;
 logits: a language model's, with their gradient; temporaries: gradients of activations, blocks
 computed again, workspaces, inputs."""
+Entry = Mapping[str, Any]
+"""A line of the allocator's history: its "action", "addr" and "size", which is what was asked
+for."""
+Mark = tuple[str, int, list[int], list[int]]
+"""(phase, entries of the history before it, addresses of gradients, addresses of moments)."""
 BLOCK = 512
 """The caching allocator gives memory in multiples of so many bytes."""
 
@@ -113,19 +118,13 @@ class StepMemory:
         return [sum(levels) for levels in zip(*self.series().values(), strict=True)]
 
     @property
-    def peak_event(self) -> int:
-        """The event at which most is held."""
-        totals = self.totals()
-        return totals.index(max(totals))
-
-    @property
     def peak(self) -> int:
         """The most bytes there were at one time."""
         return max(self.totals(), default=0)
 
     def at_peak(self) -> dict[str, int]:
-        """Kind -> bytes at the peak."""
-        at = self.peak_event
+        """Kind -> bytes at the first event at which most is held."""
+        at = self.totals().index(self.peak)
         return {kind: levels[at] for kind, levels in self.series().items()}
 
 
@@ -139,57 +138,33 @@ def logit_bytes(rows: Iterable[int], words: int) -> frozenset[int]:
     return frozenset(rounded(row * words * itemsize) for row in rows for itemsize in (2, 4))
 
 
-class History:
-    """Allocations and frees in order, by the address of each, with marks between them."""
+class _Record:
+    """What both recorders have: a trace in the allocator's own form, and marks in it."""
 
     def __init__(self) -> None:
-        self.allocations: list[Allocation] = []
-        self.alive: dict[int, Allocation] = {}
-        self.phases: list[tuple[int, str]] = []
-        self.freed_before = 0
-        self.events = 0
+        self.trace: list[Entry] = []
+        self.seen: list[Mark] = []
 
-    def allocate(self, address: int, size: int) -> None:
-        self.alive[address] = Allocation(self.events, rounded(size))
-        self.allocations.append(self.alive[address])
-        self.events += 1
-
-    def free(self, address: int, size: int = 0) -> None:
-        """What was not seen to be allocated was there before."""
-        allocation = self.alive.pop(address, None)
-        if allocation is None:
-            allocation = Allocation(0, rounded(size))
-            self.allocations.append(allocation)
-            self.freed_before += allocation.bytes
-        allocation.died = self.events
-        self.events += 1
-
-    def mark(self, phase: str, gradients: Iterable[int], optimizer: Iterable[int]) -> None:
-        """From here on it is `phase`; what is at these addresses are gradients, or moments."""
-        self.phases.append((self.events, phase))
-        for kind, addresses in (("gradients", gradients), ("optimizer", optimizer)):
-            for address in addresses:
-                if address in self.alive:
-                    self.alive[address].kind = kind
-
-    def step(self, held: Mapping[str, int], logits: frozenset[int]) -> StepMemory:
-        """The record by kinds. What is alive when a backward pass begins waits for it: an
-        activation.
+    def mark(
+        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
+    ) -> None:
+        """From here on it is `phase` ("forward", "backward", "update"); these tensors are
+        gradients, or moments.
         """
-        starts = [start for start, name in self.phases if name == "backward"]
-        allocations = []
-        for one in self.allocations:
-            died = self.events if one.died is None else one.died
-            waits = any(one.born < start < died for start in starts)
-            kind = "logits" if one.bytes in logits else "activations" if waits else "temporaries"
-            allocations.append(Allocation(one.born, one.bytes, one.died, one.kind or kind))
-        held = dict(held)
-        if self.freed_before:
-            held["temporaries"] = held.get("temporaries", 0) - self.freed_before
-        return StepMemory(held, tuple(allocations), tuple(self.phases), self.events)
+        addresses = [[self._address(t) for t in kind] for kind in (gradients, optimizer)]
+        self.seen.append((phase, len(self._entries()), *addresses))
+
+    def step(
+        self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
+    ) -> StepMemory:
+        """What was recorded, beside what was `held`; `logit_bytes` are the sizes of logits."""
+        return step_memory(self.trace, self.seen, held, logit_bytes)
+
+    def _entries(self) -> list[Entry]:
+        return self.trace
 
 
-class TensorRecord(TorchDispatchMode):
+class TensorRecord(_Record, TorchDispatchMode):
     """Records the storages that operations make while it is entered, without views and those of
     `known` tensors. Sizes are rounded up as the GPU's allocator would.
 
@@ -197,10 +172,11 @@ class TensorRecord(TorchDispatchMode):
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
-        super().__init__()
-        self.history = History()
-        self.history.mark("forward", (), ())
-        self.known = {compat.storage_id(tensor.untyped_storage()) for tensor in known}
+        TorchDispatchMode.__init__(self)
+        _Record.__init__(self)
+        self.mark("forward")
+        self.known = {self._address(tensor) for tensor in known}
+        self.alive: dict[int, int] = {}  # address -> bytes
         self.now = self.peak = 0
 
     def __torch_dispatch__(
@@ -213,95 +189,88 @@ class TensorRecord(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        address = compat.storage_id(storage)
-        if address in self.known or address in self.history.alive or storage.nbytes() == 0:
+        address, size = compat.storage_id(storage), rounded(storage.nbytes())
+        if address in self.known or address in self.alive or size == 0:
             return
-        self.history.allocate(address, storage.nbytes())
-        self.now += rounded(storage.nbytes())
+        self.trace.append({"action": "alloc", "addr": address, "size": size})
+        self.alive[address] = size
+        self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._forget, address).atexit = False
 
     def _forget(self, address: int) -> None:
-        self.now -= self.history.alive[address].bytes
-        self.history.free(address)
+        size = self.alive.pop(address)
+        self.trace.append({"action": "free_requested", "addr": address, "size": size})
+        self.now -= size
 
-    def mark(
-        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
-    ) -> None:
-        """From here on it is `phase` ("forward", "backward", "update"); these tensors are
-        gradients, or moments.
-        """
-        kinds = (gradients, optimizer)
-        self.history.mark(
-            phase, *([compat.storage_id(t.untyped_storage()) for t in kind] for kind in kinds)
-        )
-
-    def step(
-        self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
-    ) -> StepMemory:
-        """What was recorded, beside what was `held`; `logit_bytes` are the sizes of logits."""
-        return self.history.step(held, logit_bytes)
+    def _address(self, tensor: Tensor) -> int:
+        return compat.storage_id(tensor.untyped_storage())
 
 
-class AllocatorRecord:
+class AllocatorRecord(_Record):
     """The caching allocator's own history of one step, while it is entered. CUDA only.
 
-    `allocated_before` are the bytes that were there when it began.
+    `allocated_before` are the bytes that were there when it began. `mark` and `step` are as in
+    `TensorRecord`; `step` after the context is left.
     """
-
-    def __init__(self, device: int = 0) -> None:
-        self.device = device
-        self.seen: list[tuple[str, int, list[int], list[int]]] = []
-        self.trace: list[Mapping[str, Any]] = []
-        self.allocated_before = 0
 
     def __enter__(self) -> AllocatorRecord:
         torch.cuda.synchronize()
-        self.allocated_before = torch.cuda.memory_allocated(self.device)
+        self.allocated_before = torch.cuda.memory_allocated()
         compat.record_memory_history()
         self.mark("forward")
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.trace = self._history()
+        self.trace = self._entries()
         compat.stop_memory_history()
 
-    def _history(self) -> list[Mapping[str, Any]]:
-        return compat.memory_history(self.device)
+    def _entries(self) -> list[Entry]:
+        return compat.memory_history()
 
-    def mark(
-        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
-    ) -> None:
-        """As `TensorRecord.mark`. The history's length says where in it this is."""
-        kinds = (gradients, optimizer)
-        addresses = [[t.untyped_storage().data_ptr() for t in kind] for kind in kinds]
-        self.seen.append((phase, len(self._history()), *addresses))
-
-    def step(
-        self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
-    ) -> StepMemory:
-        """As `TensorRecord.step`, after the context is left."""
-        return from_trace(self.trace, self.seen).step(held, logit_bytes)
+    def _address(self, tensor: Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
 
 
-def from_trace(
-    trace: Iterable[Mapping[str, Any]], seen: Iterable[tuple[str, int, list[int], list[int]]]
-) -> History:
-    """The allocator's history: entries with "action", "addr" and "size", which is what was asked
-    for.
-
-    seen: (phase, entries before it, addresses of gradients, addresses of moments).
+def step_memory(
+    trace: Sequence[Entry],
+    seen: Sequence[Mark],
+    held: Mapping[str, int],
+    logit_bytes: frozenset[int] = frozenset(),
+) -> StepMemory:
+    """The allocator's history by kinds. `seen`: the marks in order, the first of them before any
+    entry. What is alive when a backward pass begins waits for it: an activation. What is freed and
+    was not seen to be allocated was there before: `held` as temporaries.
     """
-    history, pending = History(), sorted(seen, key=lambda mark: mark[1])
-    entry = -1
-    for entry, line in enumerate(trace):
-        while pending and pending[0][1] <= entry:
-            phase, _, *addresses = pending.pop(0)
-            history.mark(phase, *addresses)
-        if line["action"] == "alloc":
-            history.allocate(line["addr"], line["size"])
-        elif line["action"] == "free_requested":
-            history.free(line["addr"], line["size"])
-    for phase, _, *addresses in pending:
-        history.mark(phase, *addresses)
-    return history
+    history: list[Allocation] = []
+    alive: dict[int, Allocation] = {}
+    phases: list[tuple[int, str]] = []
+    events = freed_before = 0
+    places = [place for _, place, *_ in seen] + [len(trace)]
+    for (phase, begin, *marked), end in zip(seen, places[1:], strict=True):
+        phases.append((events, phase))
+        for kind, addresses in zip(("gradients", "optimizer"), marked, strict=True):
+            for address in alive.keys() & set(addresses):
+                alive[address].kind = kind
+        for entry in trace[begin:end]:
+            address, size = entry["addr"], rounded(entry["size"])
+            if entry["action"] == "alloc":
+                alive[address] = Allocation(events, size)
+                history.append(alive[address])
+            elif entry["action"] == "free_requested":
+                if address not in alive:
+                    alive[address] = Allocation(0, size)
+                    history.append(alive[address])
+                    freed_before += size
+                alive.pop(address).died = events
+            else:
+                continue
+            events += 1
+    backward = [start for start, name in phases if name == "backward"]
+    for one in history:
+        died = events if one.died is None else one.died
+        waits = any(one.born < start < died for start in backward)
+        kind = "logits" if one.bytes in logit_bytes else "activations" if waits else "temporaries"
+        one.kind = one.kind or kind
+    held = dict(held) | {"temporaries": held.get("temporaries", 0) - freed_before}
+    return StepMemory(held, tuple(history), tuple(phases), events)

@@ -6,7 +6,7 @@ the meta device too, where a model of any size has shapes and takes no memory. `
 as a line over the batch.
 
 Not counted: what lives only inside one pass (the gradients of activations, workspaces of the
-kernels), so that the allocator's peak lies above the total.
+kernels), so that the allocator's peak lies above their sum.
 """
 
 from __future__ import annotations
@@ -44,15 +44,13 @@ class TrainingMemory:
         return {part: size / 1e9 for part, size in asdict(self).items()}
 
 
-def planned(module: nn.Module, activations: int = 0, moments: int = 2) -> TrainingMemory:
-    """What training `module` as it is (dtypes, frozen parameters) needs with an optimizer of so
-    many `moments`.
-
-    AdamW has two, and keeps them in the dtype of the parameter.
+def planned(module: nn.Module, activations: int = 0) -> TrainingMemory:
+    """What training `module` as it is (dtypes, frozen parameters) needs with AdamW, which keeps two
+    moments in the dtype of the parameter.
     """
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
-    return TrainingMemory(weights, trained, moments * trained, activations)
+    return TrainingMemory(weights, trained, 2 * trained, activations)
 
 
 class BatchLine(NamedTuple):
@@ -83,8 +81,8 @@ def saved_for_backward(
     `forward` should return the loss, so that nothing of the graph is dropped. What several
     operations share is counted once. On the meta device attention is counted as a fused kernel
     keeps it: queries, keys, values, result and one number a row, not the matrix of tokens by
-    tokens. autocast: to which type the meta device casts what goes into products, where
-    `torch.autocast`, which knows no such device, does nothing.
+    tokens. autocast: the type to which the inputs of products are cast on the meta device.
+    `torch.autocast` does nothing there.
     """
     own = {
         compat.storage_id(t.untyped_storage()) for t in (*module.parameters(), *module.buffers())
@@ -150,11 +148,8 @@ def _cast(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of `tensors`, each once."""
-    return sum(
-        {
-            compat.storage_id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors
-        }.values()
-    )
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({compat.storage_id(storage): storage.nbytes() for storage in storages}.values())
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

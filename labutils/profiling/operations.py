@@ -8,9 +8,9 @@ be more.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,13 +58,6 @@ class Timing:
     called_ms: list[float]
 
 
-def _timing(alone_ms: list[float], called_ms: list[float]) -> Timing:
-    """A `Timing` of at most 60 samples each, in five figures: enough for a record."""
-    return Timing(
-        *([float(f"{ms:.5g}") for ms in samples[:60]] for samples in (alone_ms, called_ms))
-    )
-
-
 def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
     """Six operations of the course's workloads, at SD1.5's and a 4096-wide language model's sizes;
     smaller at "tiny".
@@ -91,14 +84,18 @@ def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
     cold_bytes = COLD_BYTES["cuda" if cuda.available() else "cpu"]
     copies = max(1, min(24, math.ceil(cold_bytes / operation.bytes)))
     calls = [operation.make() for _ in range(copies)]
+    in_turn = functools.partial(_call_all, calls)
     with torch.no_grad():
-        alone = called = _per_call(calls, budget_s)
-        if replay := cuda.graph_of(lambda calls=calls: [call() for call in calls]):
-            times = cuda.timed_in_bursts(replay, burst_s=budget_s / 10)
-            alone = [ms / len(calls) for ms in times]
-    del calls, replay
+        if replay := cuda.graph_of(in_turn):
+            alone = _of_one(cuda.timed_in_bursts(replay, burst_s=budget_s / 10), copies)
+            called = _of_one(cuda.timed(in_turn, budget_s, at_least=7), copies)
+        else:  # call by call: one that another program held up would spoil a whole round
+            turns = itertools.cycle(calls)
+            times = cuda.timed(lambda: next(turns)(), budget_s, warmup=copies, at_least=7)
+            alone = called = _of_one(times, 1)
+    del calls, in_turn, replay
     cuda.empty_cache()
-    return _timing(alone, called)
+    return Timing(alone, called)
 
 
 def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict[int, Timing]:
@@ -108,35 +105,27 @@ def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict
     timings = {}
     for exponent in exponents:
         x = torch.rand(2**exponent, device=device)
-        calls = [x.neg_] * max(8, min(200, 2**24 // x.numel()))
-        alone = called = _per_call(calls, budget_s=0.1)
-        if replay := cuda.graph_of(lambda calls=calls: [call() for call in calls]):
-            alone = [ms / len(calls) for ms in cuda.timed(replay, budget_s=0.05)]
-        timings[x.numel()] = _timing(alone, called)
-        del x, calls, replay
+        count = max(8, min(200, 2**24 // x.numel()))
+        in_turn = functools.partial(_call_all, [x.neg_] * count)
+        alone = called = _of_one(cuda.timed(in_turn, budget_s=0.1, at_least=7), count)
+        if replay := cuda.graph_of(in_turn):
+            alone = _of_one(cuda.timed(replay, budget_s=0.05), count)
+        timings[x.numel()] = Timing(alone, called)
+        del x, in_turn, replay
     cuda.empty_cache()
     return timings
 
 
-def _per_call(calls: list[Callable[[], Any]], budget_s: float) -> list[float]:
-    """Milliseconds a call: of rounds through `calls` that wait for a GPU only at their end, or of
-    each call on a CPU.
+def _call_all(calls: Sequence[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()
 
-    A call on a CPU is done when it returns; in rounds, one call that another program held up would
-    spoil them all.
+
+def _of_one(times_ms: Sequence[float], calls: int) -> list[float]:
+    """Milliseconds of one call out of those of `calls`: at most 60 samples in five figures, enough
+    for a record.
     """
-    if not cuda.available() and len(calls) < 100:
-        turns = itertools.cycle(calls)
-        return cuda.timed(lambda: next(turns)(), budget_s, warmup=len(calls), at_least=7)
-    samples: list[float] = []
-    started = time.perf_counter()
-    while len(samples) < 7 or (time.perf_counter() - started < budget_s and len(samples) < 200):
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        cuda.synchronize()
-        samples.append((time.perf_counter() - start) / len(calls) * 1e3)
-    return samples[2:]
+    return [float(f"{ms / calls:.5g}") for ms in times_ms[:60]]
 
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -23,25 +23,24 @@ from labutils.profiling import compat, cuda
 from labutils.profiling.operations import TORCH_DTYPES
 from labutils.profiling.roofline import Roofline
 
-RATES = {
-    "tflops_fp32": "fp32 products, TFLOP/s",
-    "tflops_tf32": "tf32 products, TFLOP/s",
-    "tflops_fp16": "fp16 products, TFLOP/s",
-    "tflops_bf16": "bf16 products, TFLOP/s",
-    "tflops_fp8": "fp8 products, one scale a matrix, TFLOP/s",
-    "tflops_fp8_rowwise": "fp8 products, one scale a row, TFLOP/s",
+NEEDED_CAPABILITY = {
+    "fp32": (3, 5),
+    "tf32": (8, 0),
+    "fp16": (5, 3),
+    "bf16": (8, 0),
+    "fp8": (8, 9),
+    "fp8_rowwise": (8, 9),
 }
+"""Number format of a product -> the compute capability that it takes. fp8 has one scale a matrix,
+fp8_rowwise one a row."""
+RATES = {f"tflops_{dtype}": f"{dtype} products, TFLOP/s" for dtype in NEEDED_CAPABILITY}
 ITEMS = RATES | {
     "copy_gb_per_s": "memory, read and written, GB/s",
     "launch_us": "one call of a tiny operation, µs",
     "graph_node_us": "the same inside a CUDA graph, µs",
-    "h2d_pinned_gb_per_s": "copy to the GPU from pinned memory, GB/s",
-    "h2d_pageable_gb_per_s": "copy to the GPU from ordinary memory, GB/s",
 }
 """What can be probed, and how to call it in a table."""
 
-NEEDED_CAPABILITY = {"fp32": (3, 5), "fp16": (5, 3), "tf32": (8, 0), "bf16": (8, 0)}
-NEEDED_CAPABILITY |= {"fp8": (8, 9), "fp8_rowwise": (8, 9)}
 MIB = 2**20
 
 
@@ -54,10 +53,9 @@ class Probe:
     """What was measured: item -> raw samples, and item -> why it was skipped.
 
     Units are in the names: matrix rates in TFLOP/s; copies in GB/s (10^9 bytes; `copy_gb_per_s`
-    counts bytes read plus bytes written on one device, `h2d_*` the bytes that went from host to
-    device); `launch_us` is the host's time for one call of a tiny operation that nothing waits for
-    (on a CPU, that call does the work too), `graph_node_us` the time of the same operation inside a
-    replayed CUDA graph.
+    counts bytes read plus bytes written); `launch_us` is the host's time for one call of a tiny
+    operation that nothing waits for (on a CPU, that call does the work too), `graph_node_us` the
+    time of the same operation inside a replayed CUDA graph.
     """
 
     device: str
@@ -79,10 +77,8 @@ class Probe:
         needed = (f"tflops_{dtype}", "copy_gb_per_s")
         for item in needed:
             if item not in self.samples:
-                raise ValueError(
-                    f"No {dtype} roofline of this machine: {item} "
-                    f"{self.skipped.get(item, 'was not asked for')}."
-                )
+                why = self.skipped.get(item, "was not asked for")
+                raise ValueError(f"No {dtype} roofline of this machine: {item} {why}.")
         return Roofline(*(self.median(item) for item in needed))
 
 
@@ -171,10 +167,7 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
     try:
         with _fp32_products_as("high" if dtype == "tf32" else "highest"):
             call, size = _timeable_product(dtype, device)
-            one = statistics.median(cuda.timed(call, budget_s=0, at_least=3)) / 1e3
-            time.sleep(0.2)
-            count = max(points, int(seconds / one))
-            times = cuda.timed(call, budget_s=0, warmup=0, at_least=count, at_most=count)
+            times = cuda.timed(call, budget_s=seconds, at_least=points, at_most=10**6)
     except Unsupported as error:
         raise ValueError(f"{dtype} {error}.") from None
     rates, ends = [], 0.0
@@ -233,16 +226,6 @@ def _fp8_product(a: Any, b: Any, rowwise: bool) -> Callable[[], Any]:
     )
 
 
-def random_bytes(count: int, device: str, pinned: bool = False) -> Any:
-    """`count` bytes of random content: one random megabyte, repeated, as drawing more takes longer
-    than the test.
-    """
-    block = torch.randint(0, 256, (MIB,), dtype=torch.uint8)
-    out = torch.empty(count, dtype=torch.uint8, device=device, pin_memory=pinned)
-    out.view(-1, MIB).copy_(block.to(device).expand(count // MIB, MIB))
-    return out
-
-
 def _copy_bandwidth(device: str) -> list[float]:
     """GB/s read plus written while a buffer far larger than any cache is copied within the device's
     memory.
@@ -254,7 +237,7 @@ def _copy_bandwidth(device: str) -> list[float]:
     count = 256 * MIB
     if device == "cuda":
         count = int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
-    source = random_bytes(count, device)
+    source = torch.randint(2**62, (count // 8,), device=device)  # drawn eight bytes at a time
     if device == "cuda":
         copy = functools.partial(source.clone().copy_, source)
     else:
@@ -289,20 +272,9 @@ def _graph_node(device: str) -> list[float]:
     return [ms * 1e3 / nodes for ms in cuda.timed(cuda.graph_of(work), budget_s=0.2, at_least=20)]
 
 
-def _host_to_device(pinned: bool, device: str) -> list[float]:
-    if device == "cpu":
-        raise Unsupported("is not for a CPU: there is no second memory to copy to")
-    count = 256 * MIB
-    source, target = random_bytes(count, "cpu", pinned), random_bytes(count, device)
-    copy = functools.partial(target.copy_, source, non_blocking=pinned)
-    return [count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5, at_most=30)]
-
-
 _MEASURERS: dict[str, Callable[[str], list[float]]] = {
     **{item: functools.partial(_matrix_rate, item.removeprefix("tflops_")) for item in RATES},
     "copy_gb_per_s": _copy_bandwidth,
     "launch_us": _launch,
     "graph_node_us": _graph_node,
-    "h2d_pinned_gb_per_s": functools.partial(_host_to_device, True),
-    "h2d_pageable_gb_per_s": functools.partial(_host_to_device, False),
 }

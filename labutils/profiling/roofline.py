@@ -12,17 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Roofline:
-    """`rate` in TFLOP/s, `bandwidth` in GB/s. Raises `ValueError` unless both are above 0."""
+    """`rate` in TFLOP/s, `bandwidth` in GB/s."""
 
     rate: float
     bandwidth: float
-
-    def __post_init__(self) -> None:
-        if not (self.rate > 0 and self.bandwidth > 0):
-            raise ValueError(
-                f"A roofline's rate and bandwidth are above 0, not {self.rate!r} TFLOP/s and "
-                f"{self.bandwidth!r} GB/s."
-            )
 
     @property
     def ridge(self) -> float:

@@ -88,11 +88,6 @@ class Program:
             counts[kind] += count
         return {kind: (ms[kind], counts[kind]) for kind in ms}
 
-    def gpu_ms(self) -> dict[str, float]:
-        """Category of work -> milliseconds a step, the most first."""
-        rows = sorted(self.work.items(), key=lambda row: -row[1][0])
-        return {kind: ms / self.steps for kind, (ms, _) in rows}
-
     @property
     def takes_turns(self) -> bool:
         """Whether the host waits for every piece, as a CPU does: it is host and device at once."""
@@ -101,36 +96,18 @@ class Program:
     @property
     def kernel_ms(self) -> float:
         """Milliseconds of kernels a step."""
-        return sum(ms for kind, ms in self.gpu_ms().items() if kind != "copy")
+        return sum(ms for kind, (ms, _) in self.work.items() if kind != "copy") / self.steps
 
     @property
     def copy_ms(self) -> float:
         """Milliseconds of copies a step."""
-        return self.gpu_ms().get("copy", 0.0)
+        return self.work.get("copy", (0.0, 0))[0] / self.steps
 
     def captured(self) -> Program:
         """The same work in one launch a step, as a CUDA graph would give it."""
-        each = tuple(
-            (kind, ms / self.steps, round(count / self.steps))
-            for kind, (ms, count) in self.work.items()
-        )
+        steps, work = self.steps, self.work.items()
+        each = tuple((kind, ms / steps, round(count / steps)) for kind, (ms, count) in work)
         return Program((Launch("", each, False),), 1)
-
-    def scaled(self, ratio: Callable[[str], float], empty_ms: float = 0.0) -> Program:
-        """The same program where a category of work takes `ratio(category)` times as long beyond
-        `empty_ms`, a kernel's least. Copies and communication have no least.
-        """
-        ratios = {kind: ratio(kind) for kind in self.work}
-
-        def longer(kind: str, ms: float, count: int) -> tuple[str, float, int]:
-            least = 0.0 if kind in ELSEWHERE else min(ms, count * empty_ms)
-            return kind, least + (ms - least) * ratios[kind], count
-
-        queue = (
-            launch._replace(work=tuple(longer(*part) for part in launch.work))
-            for launch in self.queue
-        )
-        return Program(tuple(queue), self.steps)
 
     def on(
         self,
@@ -140,8 +117,20 @@ class Program:
         intensity: float = math.inf,
         empty_ms: float = 0.0,
     ) -> Program:
-        """The program of the card `here` as it would be on the card `there`; see `scale`."""
-        return self.scaled(lambda kind: 1 / scale(kind, there, here, dtype, intensity), empty_ms)
+        """The program of the card `here` as it would be on the card `there`; see `scale`.
+
+        empty_ms: a kernel's least. Only what is beyond it scales. Copies and communication have no
+        least.
+        """
+        ratios = {kind: 1 / scale(kind, there, here, dtype, intensity) for kind in self.work}
+
+        def scaled(kind: str, ms: float, count: int) -> tuple[str, float, int]:
+            least = 0.0 if kind in ELSEWHERE else min(ms, count * empty_ms)
+            return kind, least + (ms - least) * ratios[kind], count
+
+        works = [tuple(scaled(*part) for part in launch.work) for launch in self.queue]
+        pairs = zip(self.queue, works, strict=True)
+        return Program(tuple(launch._replace(work=work) for launch, work in pairs), self.steps)
 
 
 @dataclass(frozen=True)
@@ -159,25 +148,23 @@ class Host:
     def of(self, phase: str) -> float:
         return self.by_phase.get(phase, self.other)
 
+    def changed(self, change: Callable[[float], float]) -> Host:
+        """A host whose time for a piece is changed by a function, in every phase."""
+        return Host(change(self.other), {at: change(ms) for at, ms in self.by_phase.items()})
+
     def times(self, factor: float) -> Host:
         """A host that takes `factor` times as long."""
-        return Host(
-            factor * self.other, {phase: factor * ms for phase, ms in self.by_phase.items()}
-        )
+        return self.changed(lambda ms: factor * ms)
 
-    def plus(self, ms: float) -> Host:
-        """A host that takes `ms` longer for each piece."""
-        return Host(
-            self.other + ms, {phase: before + ms for phase, before in self.by_phase.items()}
-        )
+    def plus(self, added_ms: float) -> Host:
+        """A host that takes so much longer for each piece."""
+        return self.changed(lambda ms: ms + added_ms)
 
     def halfway_to(self, other: Host) -> Host:
         """The host halfway between this reading and an `other` one of it, phase by phase."""
         phases = {*self.by_phase, *other.by_phase}
-        return Host(
-            (self.other + other.other) / 2,
-            {phase: (self.of(phase) + other.of(phase)) / 2 for phase in phases},
-        )
+        halves = {phase: (self.of(phase) + other.of(phase)) / 2 for phase in phases}
+        return Host((self.other + other.other) / 2, halves)
 
     def mean_ms(self, program: Program) -> float:
         """Milliseconds a piece of `program`, on average."""
@@ -238,9 +225,9 @@ def host_of(program: Program, phases: Mapping[str, Mapping[str, float]], step_ms
     program: of that step. phases: what its trace's `host_breakdown` says. step_ms: the same step
     timed without the profiler. How the phases compare is the trace's; one factor for all of them is
     solved for, so that the replay of the light step lasts `step_ms`. Raises `ValueError` where the
-    GPU takes `LIGHT` of it or more: then it was not light. (Where host and device take turns, the
-    time that is not the one's is the other's, whatever the share, unless the traced step was
-    `interrupted`.)
+    GPU takes `LIGHT` of it or more: then it was not light. On a CPU, where host and device take
+    turns, any share tells: what operators don't take is the host's. There it raises `ValueError`
+    where the traced step was `interrupted`.
     """
     counts = Counter(launch.phase for launch in program.queue)
     if not counts:

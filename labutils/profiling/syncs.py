@@ -4,7 +4,7 @@
 synchronises. Each warning is raised on the very line at fault, so the Python stack of that moment
 is the answer: a second witness beside the trace, which knows how long each wait took but only the
 function that it happened in. PyTorch's mode does not see synchronisations made outside its
-operators, `torch.cuda.synchronize()` among them.
+operators, such as `torch.cuda.synchronize()`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from labutils.profiling.call_stacks import Frame, innermost_own
+from labutils.profiling.call_stacks import Frame, blamed_frames
 
 _SIGN = "synchronizing CUDA operation"
 
@@ -35,10 +35,6 @@ class SyncSite:
     library: Frame | None
     source: str
     count: float
-
-    @property
-    def where(self) -> str:
-        return f"{self.frame.short_file}:{self.frame.line}"
 
 
 @contextlib.contextmanager
@@ -98,13 +94,10 @@ def find_syncs(trainer: Any, steps: int = 1) -> list[SyncSite]:
 
 def sites_of(stacks: Sequence[Sequence[Frame]]) -> list[SyncSite]:
     """The lines in `stacks` that are to blame, each once with its count, the most often first."""
-    counts = Counter(
-        (innermost_own(stack), None if stack[-1].own else stack[-1]) for stack in stacks if stack
-    )
+    counts = Counter(blamed_frames(stack) for stack in stacks if stack)
     return [
         SyncSite(frame, library, linecache.getline(frame.file, frame.line).strip(), count)
         for (frame, library), count in counts.most_common()
-        if frame is not None
     ]
 
 

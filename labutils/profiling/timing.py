@@ -5,11 +5,11 @@ A step is timed on the clock that sees it: CUDA events on a GPU, the host's cloc
 
 from __future__ import annotations
 
-import functools
 import importlib
 import time
 from dataclasses import dataclass, field
 from typing import Any, Self
+from unittest import mock
 
 import torch
 
@@ -96,8 +96,9 @@ class CallTimer:
     """
 
     def __init__(self, module: str, name: str) -> None:
-        self.owner, self.name = importlib.import_module(module), name
-        self.original = getattr(self.owner, name)
+        owner = importlib.import_module(module)
+        self.original = getattr(owner, name)
+        self.patch = mock.patch.object(owner, name, self._timed)
         self.ms: list[float] = []
 
     def per(self, calls: int) -> list[float]:
@@ -106,16 +107,15 @@ class CallTimer:
         return [sum(self.ms[i : i + calls]) for i in range(0, whole, calls)]
 
     def __enter__(self) -> Self:
-        @functools.wraps(self.original)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return self.original(*args, **kwargs)
-            finally:
-                self.ms.append(1e3 * (time.perf_counter() - began))
-
-        setattr(self.owner, self.name, timed)
+        self.patch.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        setattr(self.owner, self.name, self.original)
+        self.patch.stop()
+
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.ms.append(1e3 * (time.perf_counter() - began))

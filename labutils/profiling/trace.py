@@ -17,26 +17,28 @@ Times are milliseconds from the trace's first event. Only `profile` needs torch 
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import sys
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from labutils.profiling.call_stacks import (
     Frame,
     Slice,
+    blamed_frames,
     blamed_operator,
     enclosing,
-    innermost_own,
     own_time,
     python_stack,
 )
-from labutils.profiling.chrome_trace import read_events
 from labutils.profiling.intervals import Interval, Lookup, difference, overlap, total, union
 from labutils.profiling.kernel_categories import category_of, is_thin
 
@@ -51,34 +53,17 @@ COMPUTES_NOTHING = ("views and allocation", "other")
 
 _DATALOADER = "enumerate(DataLoader)"  # PyTorch's own mark of the time spent on the next batch
 _STEP = re.compile(r"ProfilerStep#(\d+)")
-_LAUNCH = re.compile(r"^(cudaLaunch|cuLaunch)")
-_GRAPH_LAUNCH = re.compile(r"^(cudaGraphLaunch|cuGraphLaunch)")
-_COPY_CALL = re.compile(r"^cu(da)?Mem(cpy|set)")
+_LAUNCH, _ANY_LAUNCH = re.compile("cu(da)?Launch"), re.compile("cu(da)?(Graph)?Launch")
+_CALLS = {
+    "launches": _LAUNCH,
+    "graph_launches": re.compile("cu(da)?GraphLaunch"),
+    "copy_calls": re.compile("cu(da)?Mem(cpy|set)"),
+}
 _CROSSES = re.compile("HtoD|DtoH|HtoH|PtoP")
 _SYNC = re.compile(
     r"^(cu(da)?(Stream|Device|Ctx|Event)Synchronize|cudaMemcpy([23]D)?|cuMemcpy\w*_v2|"
     r"cudaFree(Host)?)$"
 )
-
-
-class Call(NamedTuple):
-    """A CUDA call on a host thread; `correlation` ties it to the GPU work that it caused."""
-
-    start: float
-    end: float
-    name: str
-    thread: Any
-    correlation: int | None
-
-
-class Work(NamedTuple):
-    """A kernel, copy or fill on a GPU stream."""
-
-    start: float
-    end: float
-    name: str
-    stream: Any
-    correlation: int | None
 
 
 class Launch(NamedTuple):
@@ -94,8 +79,7 @@ class Launch(NamedTuple):
     waits: bool
 
 
-@dataclass(frozen=True)
-class Gap:
+class Gap(NamedTuple):
     """A stretch of wall time in which no kernel and no copy ran.
 
     `cause` is what the host did for most of it ("data", "sync", "launch" or "host"). `after_sync`:
@@ -104,21 +88,17 @@ class Gap:
     """
 
     start: float
-    end: float
+    ms: float
     cause: str
     after_sync: bool
 
-    @property
-    def ms(self) -> float:
-        return self.end - self.start
 
-
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """One time that the host waited for the GPU, or, from `host_reads`, read a tensor's value.
 
-    `call` is the CUDA call that waited and `cause` the PyTorch operator that made it. `frames` is
-    the Python stack from the outermost frame in, `builtin` the C function called last
+    `call` is the CUDA call that waited and `cause` the PyTorch operator that made it. `where` is
+    the innermost function of one's own code (None without a Python stack), `library` the library
+    function that it called, if that waited, and `builtin` the C function called last
     ("Tensor.item"). `idle_after` is how long the GPU then had no work, in milliseconds.
     """
 
@@ -127,23 +107,14 @@ class Wait:
     call: str
     cause: str
     phase: str
-    frames: tuple[Frame, ...] = ()
-    builtin: str = ""
-    idle_after: float = 0.0
+    where: Frame | None
+    library: Frame | None
+    builtin: str
+    idle_after: float
 
     @property
     def ms(self) -> float:
         return self.end - self.start
-
-    @property
-    def where(self) -> Frame | None:
-        """The innermost frame of one's own code, or else the innermost; None without a stack."""
-        return innermost_own(self.frames)
-
-    @property
-    def library(self) -> Frame | None:
-        """The library function that waited, where it was not one's own code."""
-        return self.frames[-1] if self.frames and not self.frames[-1].own else None
 
 
 class Trace:
@@ -154,9 +125,9 @@ class Trace:
 
     def __init__(self, events: Iterable[dict[str, Any]], path: Path | None = None) -> None:
         self.path = path
-        self.kernels: list[Work] = []
-        self.copies: list[Work] = []
-        self.calls: list[Call] = []
+        self.kernels: list[Slice] = []
+        self.copies: list[Slice] = []
+        self.calls: list[Slice] = []  # of CUDA, on the host
         self.annotations: list[Slice] = []
         self.ops: dict[Any, list[Slice]] = defaultdict(list)
         self.python: dict[Any, list[Slice]] = defaultdict(list)
@@ -177,28 +148,42 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
-        """Read a *.pt.trace.json or *.pt.trace.json.gz."""
-        return cls(read_events(path), Path(path))
+        """Read a *.pt.trace.json or *.pt.trace.json.gz.
+
+        Raises `FileNotFoundError`, or `ValueError` where the file is no trace or breaks off.
+        """
+        path = Path(path)
+        opened = gzip.open if path.suffix == ".gz" else open
+        try:
+            with opened(path, "rt", encoding="utf-8", errors="replace") as file:
+                content = json.load(file, strict=False)
+        except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is no whole profiler trace: {error}") from error
+        events = content.get("traceEvents") if isinstance(content, dict) else content
+        if not isinstance(events, list):
+            raise ValueError(f"{path} is no profiler trace: there is no list of traceEvents in it.")
+        return cls(events, path)
 
     def _keep(self, event: dict[str, Any], start: float, end: float) -> None:
         """File an event under its kind; kinds that nothing here asks for are dropped."""
         kind, thread, args = event.get("cat", ""), event.get("tid"), event.get("args") or {}
-        name, correlation = sys.intern(str(event.get("name", ""))), args.get("correlation")
+        name = sys.intern(str(event.get("name", "")))
+        dims = args.get("Input Dims") if name.endswith("mm") else None
+        item = Slice(start, end, name, dims, thread, args.get("correlation"))
         if kind == "kernel":
-            self.kernels.append(Work(start, end, name, args.get("stream", thread), correlation))
+            self.kernels.append(item)
         elif kind in ("gpu_memcpy", "gpu_memset"):
-            self.copies.append(Work(start, end, name, args.get("stream", thread), correlation))
+            self.copies.append(item)
         elif kind in ("cuda_runtime", "cuda_driver"):
-            self.calls.append(Call(start, end, name, thread, correlation))
+            self.calls.append(item)
         elif kind == "user_annotation":
             if step := _STEP.fullmatch(name):
                 self._windows.append((int(step[1]), start, end))
-            self.annotations.append(Slice(start, end, name))
+            self.annotations.append(item)
         elif kind == "cpu_op":
-            dims = args.get("Input Dims") if name.endswith("mm") else None
-            self.ops[thread].append(Slice(start, end, name, dims))
+            self.ops[thread].append(item)
         elif kind == "python_function":
-            self.python[thread].append(Slice(start, end, name))
+            self.python[thread].append(item)
 
     # The recorded steps
 
@@ -216,11 +201,10 @@ class Trace:
         gpu_work = [*self.kernels, *self.copies]
         if self._windows:
             start, end = self._windows[0][1], self._windows[-1][2]
-            calls = [call for call in self.calls if start <= call.start < end]
-            launched = {call.correlation for call in calls} - {None}
+            launched = {c.correlation for c in self.calls if start <= c.start < end} - {None}
             return start, max([end, *(w.end for w in gpu_work if w.correlation in launched)])
-        per_thread = (s for slices in (*self.ops.values(), *self.python.values()) for s in slices)
-        everything = [*gpu_work, *self.calls, *self.annotations, *per_thread]
+        on_host = chain(*self.ops.values(), *self.python.values())
+        everything = [*gpu_work, *self.calls, *self.annotations, *on_host]
         return min(s.start for s in everything), max(s.end for s in everything)
 
     @property
@@ -237,12 +221,12 @@ class Trace:
         """When each recorded step began and ended on the host."""
         return [window[1:] for window in self._windows] or [self.wall]
 
-    def _inside(self, items: Iterable[Any]) -> list[Any]:
+    def _inside(self, items: Iterable[Slice]) -> list[Slice]:
         """Those of `items` that begin within the wall time."""
         start, end = self.wall
         return [item for item in items if start <= item.start < end]
 
-    def time_of(self, items: Iterable[Any]) -> list[Interval]:
+    def time_of(self, items: Iterable[Slice]) -> list[Interval]:
         """The time that at least one of `items` covers, within the wall time."""
         return overlap(union((item.start, item.end) for item in items), [self.wall])
 
@@ -271,14 +255,13 @@ class Trace:
             table[category]["count"] += 1 / self.steps
         return dict(sorted(table.items(), key=lambda row: -row[1]["ms"]))
 
-    def _sorted_kernels(self) -> Iterator[tuple[Work, str, float]]:
+    def _sorted_kernels(self) -> Iterator[tuple[Slice, str, float]]:
         """(kernel, its category, its duration) of each kernel."""
-        thin = self._thin_correlations()
         for kernel in self._inside(self.kernels):
             category = category_of(kernel.name)
-            if category == "GEMM" and kernel.correlation in thin:
+            if category == "GEMM" and kernel.correlation in self._thin_correlations:
                 category = "thin GEMM"
-            yield kernel, category, kernel.end - kernel.start
+            yield kernel, category, kernel.ms
 
     def _sorted_operators(self) -> Iterator[tuple[Slice, str, float]]:
         """(operator, its category, its own time) of each operator."""
@@ -286,21 +269,20 @@ class Trace:
             for operator, own in own_time(self._inside(slices)):
                 yield operator, category_of(operator.name), own
 
+    @cached_property
     def _thin_correlations(self) -> set[int | None]:
         """Correlations of launches from matrix products that LoRA's rank makes thin."""
         thin = set()
-        for thread, calls in self._by_thread(lambda call: bool(_LAUNCH.match(call.name))).items():
-            products = [op for op in self.ops.get(thread, ()) if op.dims]
-            stacks = enclosing(products, [call.start for call in calls])
-            for call, stack in zip(calls, stacks, strict=True):
-                if stack and is_thin(stack[-1].name, stack[-1].dims):
-                    thin.add(call.correlation)
+        for call, operators, _ in self._within(c for c in self.calls if _LAUNCH.match(c.name)):
+            product = next((op for op in reversed(operators) if op.dims), None)
+            if product and is_thin(product.name, product.dims):
+                thin.add(call.correlation)
         return thin - {None}
 
     def calls_of(self, name: str) -> float:
         """How many operators or marks a step have a name that begins so."""
-        named = [*self.annotations, *(op for operators in self.ops.values() for op in operators)]
-        return sum(item.name.startswith(name) for item in self._inside(named)) / self.steps
+        named = self._inside(chain(self.annotations, *self.ops.values()))
+        return sum(item.name.startswith(name) for item in named) / self.steps
 
     def queue(self) -> list[Launch]:
         """What the host gave the GPU in the recorded steps, in order.
@@ -309,24 +291,23 @@ class Trace:
         host does the work itself, so it waits for each of them.
         """
         if not self.on_gpu:
-            computing = sorted(
-                (op.start, category, ms)
-                for op, category, ms in self._sorted_operators()
-                if category not in COMPUTES_NOTHING
-            )
             return [
-                Launch(self._phase_at(at), ((kind, ms, 1),), True) for at, kind, ms in computing
+                Launch(self._phase_at(operator.start), ((category, ms, 1),), True)
+                for operator, category, ms in sorted(
+                    self._sorted_operators(), key=lambda row: row[0].start
+                )
+                if category not in COMPUTES_NOTHING
             ]
         work = self._work_by_correlation()
-        once = {
-            c.correlation: c for c in reversed(self._inside(self.calls)) if c.correlation in work
-        }
-        calls = sorted(once.values(), key=lambda call: call.start)
-        starts = [call.start for call in calls]
+        first: dict[int, Slice] = {}
+        for call in self._inside(self.calls):
+            if call.correlation in work:
+                first.setdefault(call.correlation, call)
+        starts = [call.start for call in first.values()]
         waited_after = {bisect_right(starts, wait.start) - 1 for wait in self.waits}
         return [
             Launch(self._phase_at(call.start), work[call.correlation], place in waited_after)
-            for place, call in enumerate(calls)
+            for place, call in enumerate(first.values())
         ]
 
     def _work_by_correlation(self) -> dict[int, tuple[tuple[str, float, int], ...]]:
@@ -335,7 +316,7 @@ class Trace:
         for kernel, category, ms in self._sorted_kernels():
             times[kernel.correlation][category].append(ms)
         for copy in self._inside(self.copies):
-            times[copy.correlation][category_of_copy(copy.name)].append(copy.end - copy.start)
+            times[copy.correlation][category_of_copy(copy.name)].append(copy.ms)
         return {
             correlation: tuple((kind, sum(ms), len(ms)) for kind, ms in by_kind.items())
             for correlation, by_kind in times.items()
@@ -344,12 +325,20 @@ class Trace:
 
     # The host
 
-    def _by_thread(self, wanted: Callable[[Call], bool]) -> dict[Any, list[Call]]:
-        chosen: dict[Any, list[Call]] = defaultdict(list)
-        for call in self._inside(self.calls):
-            if wanted(call):
-                chosen[call.thread].append(call)
-        return chosen
+    def _within(
+        self, items: Iterable[Slice]
+    ) -> Iterator[tuple[Slice, tuple[Slice, ...], tuple[Slice, ...]]]:
+        """(item, operators, Python functions) of those of `items` that begin within the wall time,
+        one thread after the other. The two are those that the item begins in, the outermost first.
+        """
+        by_thread: dict[Any, list[Slice]] = defaultdict(list)
+        for item in self._inside(items):
+            by_thread[item.thread].append(item)
+        for thread, mine in by_thread.items():
+            moments = [item.start for item in mine]
+            operators = enclosing(self.ops.get(thread, ()), moments)
+            functions = enclosing(self.python.get(thread, ()), moments)
+            yield from zip(mine, operators, functions, strict=True)
 
     def launches(self) -> dict[str, float]:
         """Per step: kernels run; kernel launches, graph launches and copy calls made, with the host
@@ -360,23 +349,20 @@ class Trace:
         if not self.on_gpu:
             return {}
         counts = {"kernels": len(self._inside(self.kernels)) / self.steps}
-        patterns = {"launches": _LAUNCH, "graph_launches": _GRAPH_LAUNCH, "copy_calls": _COPY_CALL}
-        for key, pattern in patterns.items():
+        for kind, pattern in _CALLS.items():
             calls = [call for call in self._inside(self.calls) if pattern.match(call.name)]
-            counts[key] = len(calls) / self.steps
-            counts[f"{key}_ms"] = sum(call.end - call.start for call in calls) / self.steps
+            counts[kind] = len(calls) / self.steps
+            counts[f"{kind}_ms"] = sum(call.ms for call in calls) / self.steps
         return counts
 
     @cached_property
     def _marks(self) -> dict[str, list[Slice]]:
         """Phase -> its marks. Without a "data" mark, PyTorch's own DataLoader mark serves."""
-        marks: dict[str, list[Slice]] = {name: [] for name in PHASES}
-        own_data = any(mark.name == "data" for mark in self.annotations)
+        marks: dict[str, list[Slice]] = defaultdict(list)
         for mark in self._inside(self.annotations):
-            name = "data" if mark.name.startswith(_DATALOADER) and not own_data else mark.name
-            if name in PHASES:
-                marks[name].append(mark)
-        return {name: marked for name, marked in marks.items() if marked}
+            marks[_DATALOADER if mark.name.startswith(_DATALOADER) else mark.name].append(mark)
+        marks["data"] = marks["data"] or marks[_DATALOADER]
+        return {name: marks[name] for name in PHASES if marks[name]}
 
     @cached_property
     def phase_time(self) -> dict[str, list[Interval]]:
@@ -409,7 +395,7 @@ class Trace:
     @cached_property
     def _host_states(self) -> dict[str, list[Interval]]:
         """When the host waits for data, stands in a synchronisation, is in a launch call."""
-        launching = (c for c in self.calls if _LAUNCH.match(c.name) or _GRAPH_LAUNCH.match(c.name))
+        launching = (call for call in self.calls if _ANY_LAUNCH.match(call.name))
         return {
             "data": self.phase_time.get("data", []),
             "sync": union((wait.start, wait.end) for wait in self.waits),
@@ -421,7 +407,7 @@ class Trace:
         whose path ends in `file` ran; None without a GPU.
         """
         pattern = re.compile(rf"(^|.*/){re.escape(file)}\(\d+\): {re.escape(function)}")
-        calls = (s for slices in self.python.values() for s in slices if pattern.fullmatch(s.name))
+        calls = (f for f in chain(*self.python.values()) if pattern.fullmatch(f.name))
         idle = overlap(self.time_of(calls), self.idle_time)
         return total(idle) / self.steps if self.on_gpu else None
 
@@ -465,7 +451,8 @@ class Trace:
             within = {name: lookup.within(gap) for name, lookup in states.items()}
             causes = in_precedence([gap], within, rest="host")
             cause = max(causes, key=lambda name: total(causes[name]))
-            gaps.append(Gap(*gap, cause, states["sync"].index(gap[0]) is not None))
+            after_sync = states["sync"].index(gap[0]) is not None
+            gaps.append(Gap(gap[0], gap[1] - gap[0], cause, after_sync))
         return gaps
 
     # Pictures
@@ -478,27 +465,21 @@ class Trace:
         and "GPU" (kernels by category, copies), without one "operators" by category.
         """
         first, last = window or self.step_windows[0]
-        lanes = {"host": [(*time, name) for name, ts in self.phase_time.items() for time in ts]}
+        blocks = [("host", *time, name) for name, ts in self.phase_time.items() for time in ts]
         if self.on_gpu:
-            lanes["host waits"] = [(wait.start, wait.end, "synchronisation") for wait in self.waits]
-            lanes["launches"] = [(*time, "launch call") for time in self._host_states["launch"]]
-            kernels = [
-                (kernel.start, kernel.end, kind) for kernel, kind, _ in self._sorted_kernels()
-            ]
-            lanes["GPU"] = [*kernels, *((copy.start, copy.end, "copy") for copy in self.copies)]
+            blocks += [("host waits", w.start, w.end, "synchronisation") for w in self.waits]
+            blocks += [("launches", *at, "launch call") for at in self._host_states["launch"]]
+            blocks += [("GPU", k.start, k.end, kind) for k, kind, _ in self._sorted_kernels()]
+            blocks += [("GPU", copy.start, copy.end, "copy") for copy in self.copies]
         else:
-            lanes["operators"] = [
-                block for slices in self.ops.values() for block in _outermost_known(slices)
-            ]
-        cut = {
-            lane: [
-                (max(start, first) - first, min(end, last) - max(start, first), kind)
-                for start, end, kind in blocks
-                if max(start, first) < min(end, last)
-            ]
-            for lane, blocks in lanes.items()
-        }
-        return {lane: blocks for lane, blocks in cut.items() if blocks}
+            operators = chain(*map(_outermost_known, self.ops.values()))
+            blocks += [("operators", *block) for block in operators]
+        lanes: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
+        for lane, begin, finish, kind in blocks:
+            start, end = max(begin, first), min(finish, last)
+            if start < end:
+                lanes[lane].append((start - first, end - start, kind))
+        return dict(lanes)
 
     def busy_over_time(self, bins: int = 150) -> tuple[list[float], list[float]]:
         """(milliseconds from the beginning, share of the time in which kernels ran) of `bins` parts
@@ -525,54 +506,54 @@ class Trace:
         """
         moved = {copy.correlation: copy.name for copy in self.copies}
         moved.pop(None, None)
-        may_wait = self._by_thread(
-            lambda c: bool(_SYNC.match(c.name)) or "Pageable" in moved.get(c.correlation, "")
+        may_wait = (
+            call
+            for call in self.calls
+            if _SYNC.match(call.name) or "Pageable" in moved.get(call.correlation, "")
         )
-        waits = [
-            w for thread, calls in may_wait.items() for w in self._waits_on(thread, calls, moved)
-        ]
-        return sorted(waits, key=lambda wait: wait.start)
-
-    def _waits_on(
-        self, thread: Any, calls: Sequence[Call], moved: Mapping[int | None, str]
-    ) -> Iterator[Wait]:
-        """The waits of one thread, out of its synchronisations and pageable copies in order."""
-        moments = [call.start for call in calls]
-        operators = enclosing(self.ops.get(thread, ()), moments)
-        stacks = enclosing(self.python.get(thread, ()), moments)
+        waits = []
         idle = Lookup(self.idle_time)
         copy_start: float | None = None  # of a pageable copy whose operator synchronises next
-        for i, call in enumerate(calls):
-            syncs = bool(_SYNC.match(call.name))
-            start = call.start if copy_start is None or not syncs else copy_start
+        nothing = Slice(0.0, 0.0, ""), (), ()
+        for (call, operators, functions), (following, following_operators, _) in pairwise(
+            [*self._within(may_wait), nothing]
+        ):
+            start = call.start if copy_start is None else copy_start
             copy_start = None
-            if not syncs:
-                next_syncs = i + 1 < len(calls) and bool(_SYNC.match(calls[i + 1].name))
-                if next_syncs and operators[i] and operators[i + 1] == operators[i]:
+            if not _SYNC.match(call.name):
+                if _SYNC.match(following.name) and operators and operators == following_operators:
                     copy_start = call.start
                     continue
-                if "DtoH" not in moved.get(call.correlation, ""):
+                if "DtoH" not in moved[call.correlation]:
                     continue
             gap = idle.index(call.end)
             idle_after = 0.0 if gap is None else self.idle_time[gap][1] - call.end
-            where = self._phase_at(call.start), *python_stack(stacks[i]), idle_after
-            yield Wait(start, call.end, call.name, blamed_operator(operators[i]), *where)
+            waits.append(self._wait(call, operators, functions, start, idle_after))
+        return sorted(waits, key=lambda wait: wait.start)
 
     def host_reads(self) -> list[Wait]:
         """Every time a tensor's value was read into Python (`.item()` and kin), in order of time.
 
         On a GPU each read of a device tensor is a synchronisation; on a CPU these are candidates.
         """
-        reads = []
-        for thread, slices in self.ops.items():
-            reading = [op for op in self._inside(slices) if op.name == "aten::_local_scalar_dense"]
-            moments = [op.start for op in reading]
-            operators = enclosing(slices, moments)
-            stacks = enclosing(self.python.get(thread, ()), moments)
-            for op, ops, stack in zip(reading, operators, stacks, strict=True):
-                where = self._phase_at(op.start), *python_stack(stack)
-                reads.append(Wait(op.start, op.end, op.name, blamed_operator(ops), *where))
+        operators = chain(*self.ops.values())
+        reading = (op for op in operators if op.name == "aten::_local_scalar_dense")
+        reads = [self._wait(*inside, inside[0].start) for inside in self._within(reading)]
         return sorted(reads, key=lambda wait: wait.start)
+
+    def _wait(
+        self,
+        item: Slice,
+        operators: Sequence[Slice],
+        functions: Sequence[Slice],
+        start: float,
+        idle_after: float = 0.0,
+    ) -> Wait:
+        """The wait from `start` to the end of `item`, and who is to blame for it."""
+        cause, phase = blamed_operator(operators), self._phase_at(item.start)
+        frames, builtin = python_stack(functions)
+        blamed = blamed_frames(frames)
+        return Wait(start, item.end, item.name, cause, phase, *blamed, builtin, idle_after)
 
     def sync_table(self, waits: Sequence[Wait] | None = None) -> list[dict[str, Any]]:
         """`waits` (default: every synchronisation) by place and cause, the most time first.
@@ -582,20 +563,27 @@ class Trace:
         (each absent where there is none), and `per_step`, `ms_per_step`, `idle_ms_per_step` (GPU
         idle after it).
         """
-        groups: dict[tuple[Any, ...], list[Wait]] = defaultdict(list)
+        groups: dict[tuple[tuple[str, Any], ...], list[Wait]] = defaultdict(list)
         for wait in self.waits if waits is None else waits:
-            texts = (str(wait.library or ""), wait.builtin, wait.cause, wait.call, wait.phase)
-            groups[wait.where, *texts].append(wait)
-        rows = []
-        for (where, *texts), group in groups.items():
-            row = {"where": str(where or "no Python stack was recorded")}
-            row |= {"line": where.line} if where else {}
-            names = ("library", "builtin", "cause", "call", "phase")
-            row |= {name: text for name, text in zip(names, texts, strict=True) if text}
-            row["per_step"] = len(group) / self.steps
-            row["ms_per_step"] = sum(wait.ms for wait in group) / self.steps
-            row["idle_ms_per_step"] = sum(wait.idle_after for wait in group) / self.steps
-            rows.append(row)
+            place = {
+                "where": str(wait.where or "no Python stack was recorded"),
+                "line": wait.where and wait.where.line,
+                "library": str(wait.library or ""),
+                "builtin": wait.builtin,
+                "cause": wait.cause,
+                "call": wait.call,
+                "phase": wait.phase,
+            }
+            groups[tuple((name, value) for name, value in place.items() if value)].append(wait)
+        rows = [
+            dict(place)
+            | {
+                "per_step": len(group) / self.steps,
+                "ms_per_step": sum(wait.ms for wait in group) / self.steps,
+                "idle_ms_per_step": sum(wait.idle_after for wait in group) / self.steps,
+            }
+            for place, group in groups.items()
+        ]
         return sorted(rows, key=lambda row: -row["ms_per_step"])
 
     # A run's metrics
@@ -607,8 +595,8 @@ class Trace:
         those of `host_breakdown`, always as traced. `clip_sync` is 1 where a synchronisation began
         inside the mark "clip", or 0.
 
-        GPU-busy comes in two figures: `traced_gpu_busy` of the traced step, and, where `step_ms` is
-        given, `untraced_gpu_busy`: kernel time as traced over a step timed without the profiler.
+        GPU-busy comes in two figures: `traced_gpu_busy` of the traced step, and `kernels_share`:
+        where `step_ms` is given, kernel time as traced over a step timed without the profiler.
         `gpu_busy` is the one to quote. For a step that the host launches it is the untraced one:
         the profiler makes the host slower. For a captured step it is the smaller of the two, mostly
         the traced one. There tracing adds some 0.3 us between two kernels of a graph and may
@@ -620,10 +608,9 @@ class Trace:
         metrics |= {f"{name}_share": ms / sum(shares.values()) for name, ms in shares.items()}
         if not self.on_gpu:
             return metrics
-        idle = {phase: row["idle_ms"] for phase, row in self.host_breakdown().items()}
-        metrics |= {f"{phase}_idle_ms": ms for phase, ms in idle.items()}
+        phases = self.host_breakdown().items()
+        metrics |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in phases}
         busy, traced_busy = metrics["kernels_share"], total(self.kernel_time) / self.wall_ms
-        metrics |= {} if step_ms is None else {"untraced_gpu_busy": busy}
         made = self.launches()
         captured = made["kernels"] >= 10 * (made["launches"] + made["graph_launches"])
         return metrics | {

@@ -12,52 +12,57 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import psutil
 
-from labutils.profiling.machine import default_device, usable_cores
+from labutils.profiling.cuda import gpu_device
+from labutils.profiling.machine import usable_cores
 
-Reading = dict[str, Any]
+Reading = dict[str, float]
 
 
-class Sampler:
-    """`with Sampler(read, interval_s) as s: ...` calls `read()` in a thread every `interval_s`.
+class Utilization:
+    """`with Utilization() as u: ...` reads what this process's first GPU does, or, without one, the
+    CPU, in a thread every `interval_s`.
 
-    `samples` are the readings so far, with the time "t" in seconds since the block began; `failure`
-    is the message of the reading that ended them, else "". It never raises into the program that is
-    being measured. One reading is taken before the block begins and one when it has ended, so that
-    the shortest block lies between two: a busy block can keep the thread from Python's interpreter
-    for longer than it lasts.
+    On a GPU a reading has `gpu` (utilisation, 0..1) and `power_w`, each absent where the driver
+    doesn't say. Without a GPU it has `cpu`: this process and its children, as a share of the cores
+    that it may use. `samples` are the readings so far, with the time "t" in seconds since the block
+    began. A reading that fails is the last one: nothing is raised into the program that is being
+    measured. One reading is taken before the block begins and one when it
+    has ended, so that the shortest block lies between two: a busy block can keep the thread from
+    Python's interpreter for longer than it lasts.
     """
 
-    def __init__(self, read: Callable[[], Reading], interval_s: float = 0.1) -> None:
-        if not interval_s > 0:
-            raise ValueError(f"interval_s={interval_s!r}: the interval must be above 0 seconds.")
+    def __init__(self, interval_s: float = 0.1) -> None:
+        device = gpu_device()
+        self.what = "gpu" if device else "cpu"
         self.samples: list[Reading] = []
-        self.failure = ""
-        self._read, self._interval_s = read, interval_s
+        self._read = partial(_gpu_reading, device) if device else _CpuReader().read
+        self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="labutils-sampler", daemon=True)
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
-        self._take()
-        self._thread.start()
+        if self._takes():
+            self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stop.set()
-        self._thread.join(timeout=5)
+        if self._thread.ident:
+            self._thread.join(timeout=5)
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """(times in seconds, values) of the readings that hold `name`; two empty lists where none
         does.
         """
-        pairs = [(s["t"], s[name]) for s in self.samples if name in s]
-        return [t for t, _ in pairs], [value for _, value in pairs]
+        held = [sample for sample in self.samples if name in sample]
+        return [sample["t"] for sample in held], [sample[name] for sample in held]
 
     def mean(self, name: str) -> float | None:
         """The mean of `name` over time, each reading standing for the time up to it; None where
@@ -69,36 +74,6 @@ class Sampler:
             return values[-1] if values else None
         return float(np.average(values[1:], weights=spans))
 
-    def _run(self) -> None:
-        while not self.failure and not self._stop.wait(self._interval_s):
-            self._take()
-        if not self.failure:
-            self._take()
-
-    def _take(self) -> None:
-        """One reading, or the failure."""
-        try:
-            reading = self._read()
-        # whatever a driver or a vanished process raises must not reach the training loop
-        except Exception as error:
-            self.failure = f"{type(error).__name__}: {error}"
-            return
-        self.samples.append({"t": time.perf_counter() - self._began} | reading)
-
-
-class Utilization(Sampler):
-    """`with Utilization() as u: ...` samples this process's first GPU, or, without one, the CPU.
-
-    On a GPU a reading has `gpu` (utilisation, 0..1) and `power_w`, each absent where the driver
-    doesn't say. Without a GPU it has `cpu`: this process and its children, as a share of the cores
-    that it may use.
-    """
-
-    def __init__(self, interval_s: float = 0.1) -> None:
-        self._device = gpu_device()
-        self.what = "gpu" if self._device else "cpu"
-        super().__init__(self._read_gpu if self._device else _CpuReader().read, interval_s)
-
     @property
     def share(self) -> float | None:
         """Mean utilisation over the block, 0..1: of the GPU, or else of the CPU cores."""
@@ -109,15 +84,29 @@ class Utilization(Sampler):
         means = {f"{self.what}_utilization": self.share, "power_w": self.mean("power_w")}
         return {name: value for name, value in means.items() if value is not None}
 
-    def _read_gpu(self) -> Reading:
-        device = self._device
-        readings = {
-            "gpu": (device.gpu_utilization(), 1e-2),
-            "power_w": (device.power_usage(), 1e-3),
-        }
-        # nvitop says "N/A", a string, for what a driver does not support
-        numbers = {name: r for name, r in readings.items() if isinstance(r[0], int | float)}
-        return {name: value * unit for name, (value, unit) in numbers.items()}
+    def _run(self) -> None:
+        stopped = False
+        while not stopped:
+            stopped = self._stop.wait(self._interval_s)
+            if not self._takes():
+                return
+
+    def _takes(self) -> bool:
+        """Take one reading; False where it fails."""
+        try:
+            reading = self._read()
+        except Exception:  # whatever a driver or a vanished process raises
+            return False
+        self.samples.append({"t": time.perf_counter() - self._began} | reading)
+        return True
+
+
+def _gpu_reading(device: Any) -> Reading:
+    """What the driver tells of a GPU, nvitop's `device`."""
+    percent, milliwatts = device.gpu_utilization(), device.power_usage()
+    readings = {"gpu": (percent, 1e-2), "power_w": (milliwatts, 1e-3)}
+    # nvitop says "N/A", a string, for what a driver does not support
+    return {name: n * unit for name, (n, unit) in readings.items() if isinstance(n, int)}
 
 
 class _CpuReader:
@@ -140,23 +129,6 @@ class _CpuReader:
         return {"cpu": percent / 100 / self._cores}
 
 
-def gpu_device() -> Any:
-    """nvitop's device behind PyTorch's first GPU, or None.
-
-    nvitop is not even asked where PyTorch sees no GPU: without a driver it prints several lines of
-    advice.
-    """
-    if default_device() != "cuda":
-        return None
-    try:
-        import nvitop
-
-        devices = nvitop.Device.cuda.all()
-    except Exception:  # a container may have the GPU and not the driver's management library
-        return None
-    return devices[0] if devices else None
-
-
 class Energy:
     """`with Energy() as energy: ...` then `energy.joules`, `energy.seconds` and `energy.watts`.
 
@@ -172,11 +144,11 @@ class Energy:
         self.seconds = 0.0
 
     def __enter__(self) -> Self:
-        self._began, self._before = time.perf_counter(), _millijoules(self._device)
+        self._began, self._before = time.perf_counter(), self._millijoules()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        after = _millijoules(self._device)
+        after = self._millijoules()
         self.seconds = time.perf_counter() - self._began
         if self._before is not None and after is not None and after > self._before:
             self.joules = (after - self._before) / 1e3
@@ -186,15 +158,11 @@ class Energy:
         """Mean power over the block."""
         return None if self.joules is None else self.joules / self.seconds
 
+    def _millijoules(self) -> int | None:
+        """What the GPU has used since its driver was loaded; None where the driver doesn't say."""
+        if self._device is None:
+            return None
+        from nvitop import libnvml
 
-def _millijoules(device: Any) -> int | None:
-    """What nvitop's `device` has used since its driver was loaded; None where it doesn't say."""
-    if device is None:
-        return None
-    try:
-        import pynvml
-
-        handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid())
-        return int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-    except Exception:  # not supported by this card or driver, or not allowed in this container
-        return None
+        count = "nvmlDeviceGetTotalEnergyConsumption"
+        return libnvml.nvmlQuery(count, self._device.handle, default=None)

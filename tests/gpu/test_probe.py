@@ -19,23 +19,19 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def probed():
     start = time.perf_counter()
-    found = probe_machine()
-    return found, time.perf_counter() - start
-
-
-def test_the_probe_takes_at_most_15_seconds(probed):
-    assert probed[1] < 15
+    probe = probe_machine()
+    assert time.perf_counter() - start < 15
+    return probe
 
 
 def test_what_the_card_can_do_was_measured(probed):
-    found, _ = probed
     capability = cuda.capability()
-    assert {"tflops_fp32", "tflops_fp16", "copy_gb_per_s", "launch_us", "graph_node_us"} <= set(
-        found.samples
-    )
-    assert {"h2d_pinned_gb_per_s", "h2d_pageable_gb_per_s"} <= set(found.samples)
-    assert (found.rate("bf16") is not None) == (capability >= (8, 0))
-    assert (found.rate("fp8") is not None) == (capability >= (8, 9)), found.skipped
+    always = {"tflops_fp32", "tflops_fp16", "copy_gb_per_s", "launch_us", "graph_node_us"}
+    assert always <= set(probed.samples)
+    assert (probed.rate("bf16") is not None) == (capability >= (8, 0))
+    assert (probed.rate("fp8") is not None) == (capability >= (8, 9)), probed.skipped
+    assert probed.rate("fp16") > probed.rate("fp32")
+    assert probed.median("graph_node_us") < probed.median("launch_us")
 
 
 def test_rates_lie_below_the_data_sheet_and_not_far(probed):
@@ -43,24 +39,16 @@ def test_rates_lie_below_the_data_sheet_and_not_far(probed):
     if spec is None:
         pytest.skip("no data sheet of this card")
     for dtype, peak in spec.dense.items():
-        rate = probed[0].rate(dtype)
+        rate = probed.rate(dtype)
         if rate is not None:
             assert 0.4 * peak < rate < 1.05 * peak, dtype
-    assert 0.6 * spec.bandwidth < probed[0].median("copy_gb_per_s") < 1.02 * spec.bandwidth
-
-
-def test_the_order_of_things(probed):
-    found = probed[0]
-    assert found.rate("fp16") > found.rate("fp32")
-    assert found.median("graph_node_us") < found.median("launch_us")
-    assert found.median("h2d_pinned_gb_per_s") > found.median("h2d_pageable_gb_per_s")
-    assert found.median("h2d_pinned_gb_per_s") < found.median("copy_gb_per_s")
+    assert 0.6 * spec.bandwidth < probed.median("copy_gb_per_s") < 1.02 * spec.bandwidth
 
 
 def test_held_up_the_rate_does_not_rise_above_a_bursts(probed):
     dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
     held = [rate for _, rate in rate_over_time(dtype, seconds=1.0)]
-    assert statistics.median(held[30:]) < 1.05 * probed[0].rate(dtype)
+    assert statistics.median(held[30:]) < 1.05 * probed.rate(dtype)
 
 
 def test_fp8_products_are_right():
@@ -71,9 +59,8 @@ def test_fp8_products_are_right():
     for rowwise in (False, True):
         product = probe._fp8_product(a, b, rowwise)().float()
         error = (product - a @ b.t()).norm() / (a @ b.t()).norm()
-        assert error < 0.06, (
-            rowwise
-        )  # E4M3 rounds each number by up to 6 %, and errors cancel in the sum
+        # E4M3 rounds each number by up to 6 %, and errors cancel in the sum
+        assert error < 0.06, rowwise
 
 
 def test_operations_run_no_faster_than_their_floor():
@@ -97,7 +84,7 @@ def test_a_graph_repeats_the_work():
 
 
 def test_a_kernel_for_another_card_warns_and_fails():
-    found = try_unlisted_architecture()
-    assert (found["warned"], found["failed"]) == (1, 1)
-    assert "no kernel image" in found["message"]
+    facts = try_unlisted_architecture()
+    assert (facts["warned"], facts["failed"]) == (1, 1)
+    assert "no kernel image" in facts["message"]
     assert torch.cuda.get_arch_list() == cuda.architectures()  # PyTorch's list is as it was

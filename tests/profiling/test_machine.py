@@ -53,9 +53,6 @@ def test_machine_leaves_out_what_does_not_apply():
     assert machine_facts()["cores"] >= 1  # a caller's change stays the caller's
 
 
-V2 = {"sys/fs/cgroup/cgroup.controllers": "cpu memory"}
-
-
 def write(root, files):
     for path, text in files.items():
         target = root / path
@@ -63,33 +60,22 @@ def write(root, files):
         target.write_text(text)
 
 
+BOX = {
+    "proc/self/cgroup": "0::/pod/box\n",
+    "sys/fs/cgroup/pod/cpu.max": "400000 100000",
+    "sys/fs/cgroup/pod/box/cpu.max": "max 100000",
+}
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
         ({}, 8),
-        (V2 | {"sys/fs/cgroup/cpu.max": "max 100000"}, 8),
-        (V2 | {"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
-        (V2 | {"sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
-        (
-            V2
-            | {
-                "proc/self/cgroup": "0::/pod/box\n",
-                "sys/fs/cgroup/pod/cpu.max": "400000 100000",
-                "sys/fs/cgroup/pod/box/cpu.max": "max 100000",
-            },
-            4,
-        ),
-        (
-            {
-                "proc/self/cgroup": "4:memory:/\n3:cpu,cpuacct:/box\n",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "300000",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000",
-            },
-            3,
-        ),
+        ({"sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
+        ({"sys/fs/cgroup/cpu.max": "50000 100000"}, 1),
+        (BOX, 4),
     ],
-    ids=["no limit", "v2 max", "v2 2.5 cores", "v2 half a core", "v2 parent's limit", "v1"],
+    ids=["no limit", "2.5 cores", "half a core", "parent's limit"],
 )
 def test_cores_within_a_container_limit(tmp_path, monkeypatch, files, cores):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
@@ -99,7 +85,7 @@ def test_cores_within_a_container_limit(tmp_path, monkeypatch, files, cores):
 
 def test_ram_is_the_containers_limit(tmp_path):
     all_of_it = machine.ram_gb(tmp_path)
-    write(tmp_path, V2 | {"sys/fs/cgroup/memory.max": "800000000\n"})
+    write(tmp_path, {"sys/fs/cgroup/memory.max": "800000000\n"})
     assert machine.ram_gb(tmp_path) == 0.8 < all_of_it
     write(tmp_path, {"sys/fs/cgroup/memory.max": "max\n"})
     assert machine.ram_gb(tmp_path) == all_of_it
@@ -123,10 +109,3 @@ def test_without_a_gpu_its_calls_do_nothing(no_gpu):
         harmless()
     with pytest.raises(RuntimeError, match="no GPU"):
         try_unlisted_architecture()
-
-
-def test_timed_warms_up_and_repeats(no_gpu):
-    calls = []
-    times = cuda.timed(lambda: calls.append(0), budget_s=0, warmup=4, at_least=6)
-    assert len(times) == 6 and len(calls) == 4 + 1 + 6
-    assert len(cuda.timed_in_bursts(lambda: None, burst_s=0)) == 7

@@ -11,9 +11,9 @@ from labutils.profiling.memory import (
     BLOCK,
     StepMemory,
     TensorRecord,
-    from_trace,
     logit_bytes,
     rounded,
+    step_memory,
 )
 
 NO_MARKS = [("forward", 0, [], [])]
@@ -21,9 +21,8 @@ NO_MARKS = [("forward", 0, [], [])]
 
 def little_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 1)
-    )
+    layers = nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 1)
+    return nn.Sequential(*layers)
 
 
 def recorded_step(model: nn.Module, x: torch.Tensor) -> StepMemory:
@@ -99,7 +98,7 @@ def test_any_history_adds_up(drawn, before):
             trace.append({"action": "segment_alloc", "addr": address, "size": 1 << 20})
             continue
         sizes.append(before - foreign + sum(there.values()))
-    memory = from_trace(trace, NO_MARKS).step({"temporaries": before}, frozenset())
+    memory = step_memory(trace, NO_MARKS, {"temporaries": before})
     assert memory.totals() == ([] if not any(sizes) else sizes)
     assert memory.peak == max(sizes, default=0)
     assert all(level >= 0 for levels in memory.series().values() for level in levels)
@@ -118,8 +117,7 @@ def test_a_history_is_sorted_by_its_marks():
     ]
     trace = [dict(zip(("action", "addr", "size"), line, strict=True)) for line in lines]
     marks = [("backward", 5, [], []), ("update", 7, [4], []), ("end", 8, [], [5])]
-    history = from_trace(trace, NO_MARKS + marks)
-    memory = history.step({"weights": 10_000}, logit_bytes((7,), 100))
+    memory = step_memory(trace, NO_MARKS + marks, {"weights": 10_000}, logit_bytes((7,), 100))
     sizes = {"activations": 4096, "temporaries": 512, "logits": 3072, "gradients": 1024}
     assert {one.kind: one.bytes for one in memory.allocations} == sizes | {"optimizer": 2048}
     assert memory.phases == ((0, "forward"), (4, "backward"), (6, "update"), (7, "end"))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 
 from labutils.profiling.gpu_specs import find_spec
-from labutils.profiling.launch_queue import QUEUE
+from labutils.profiling.launch_queue import QUEUE, root
 from labutils.profiling.step_model import (
     Bulk,
     Host,
@@ -46,11 +46,8 @@ def program(
 
 def test_the_queue_holds_what_the_host_launched_in_its_order():
     queue = Trace(TWO_STEPS).queue()
-    kinds = [kind for launch in queue for kind, _, _ in launch.work]
     assert len(queue) == 6
-    assert kinds[0] == "copy"
-    assert queue[0].waits
-    assert queue[0].phase == "to_device"
+    assert queue[0] == ("to_device", (("copy", pytest.approx(0.013), 1),), True)
     assert sum(launch.waits for launch in queue) == len(Trace(TWO_STEPS).waits)
 
 
@@ -64,18 +61,15 @@ def test_only_what_crosses_a_link_is_a_copy():
     events += [call("cudaMemsetAsync", 30, 31, 9), work("gpu_memset", "Memset (Device)", 40, 43, 9)]
     whole = Program.of(Trace(events))
     kinds = {"copy": 0.02, "casts and layout": 0.01, "elementwise": 0.003}
-    assert whole.gpu_ms() == pytest.approx(kinds)
+    assert {kind: ms for kind, (ms, _) in whole.work.items()} == pytest.approx(kinds)
     assert (whole.kernel_ms, whole.copy_ms) == (pytest.approx(0.013), pytest.approx(0.02))
 
 
 def test_without_a_gpu_every_operator_that_computes_waits():
-    queue = Trace(
-        [op("aten::mm", 0, 50), op("aten::view", 50, 51), op("aten::mul", 60, 70)]
-    ).queue()
-    assert [(launch.work[0][0], launch.waits) for launch in queue] == [
-        ("GEMM", True),
-        ("elementwise", True),
-    ]
+    events = [op("aten::mm", 0, 50), op("aten::view", 50, 51), op("aten::mul", 60, 70)]
+    queue = Trace(events).queue()
+    assert [launch.work[0][0] for launch in queue] == ["GEMM", "elementwise"]
+    assert all(launch.waits for launch in queue)
 
 
 # What a step takes
@@ -87,7 +81,9 @@ def test_kernels_hide_launches_or_launches_hide_kernels():
     assert idle_ms(program(*[1.0] * 10), Host(3.0)) == pytest.approx(20)
     assert decided_by(program(*[3.0] * 10), Host(1.0)) == "kernels"
     assert decided_by(program(*[1.0] * 10), Host(3.0)) == "host"
-    assert decided_by(program(*[1.0] * 10, waits=tuple(range(10))), Host(3.0)) == "both"
+    on_a_cpu = program(*[1.0] * 10, waits=tuple(range(10)))
+    assert decided_by(on_a_cpu, Host(3.0)) == "both"
+    assert replayed_ms(on_a_cpu, Host(3.0)) == bound_ms(on_a_cpu, Host(3.0)) == pytest.approx(40)
 
 
 def test_a_wait_makes_host_and_gpu_take_turns():
@@ -103,14 +99,6 @@ def test_the_host_runs_ahead_by_the_queue_at_most():
     long_queue = program(10_000.0, *[0.0] * (2 * QUEUE), waits=(2 * QUEUE,))
     host = Host(1.0)
     assert replayed_ms(long_queue, host) == pytest.approx(10_001 + QUEUE, abs=3)
-
-
-def test_phases_have_their_own_cost():
-    both = Program(program(0.0, phase="forward").queue + program(0.0, phase="backward").queue, 1)
-    host = Host(7.0, {"forward": 3.0, "backward": 1.0})
-    assert (replayed_ms(both, host), host.mean_ms(both), host.of("clip")) == (4, 2, 7)
-    assert replayed_ms(both, host.times(2)) == pytest.approx(8)
-    assert replayed_ms(both, host.plus(1)) == pytest.approx(6)
 
 
 durations = st.lists(st.floats(0, 5), min_size=1, max_size=40)
@@ -133,14 +121,6 @@ def test_a_captured_step_takes_what_its_kernels_take_whatever_waited(works, host
     assert (found.launches, found.waits) == (1, 0)
     assert found.kernel_ms == pytest.approx(one.kernel_ms)
     assert replayed_ms(found, Host(host_ms)) == pytest.approx(max(one.kernel_ms, host_ms), abs=1e-6)
-
-
-@settings(max_examples=30, deadline=None)
-@given(durations, st.floats(0, 5))
-def test_a_cpu_takes_the_sum(works, host_ms):
-    one, host = program(*works, waits=tuple(range(len(works)))), Host(host_ms)
-    assert replayed_ms(one, host) == pytest.approx(sum(works) + len(works) * host_ms, abs=1e-6)
-    assert bound_ms(one, host) == pytest.approx(replayed_ms(one, host), abs=1e-6)
 
 
 # What a launch takes the host
@@ -175,28 +155,18 @@ def test_where_host_and_device_take_turns_any_share_tells():
     """Three milliseconds of four are the operators' own: the fourth is the host's."""
     events = [op("aten::mm", 0, 1500), op("aten::mul", 1500, 3000)]
     assert learnt(events, 4.0).of("") == pytest.approx(0.5, rel=1e-3)
-    with pytest.raises(
-        ValueError,
-        match="3.0 ms together, a whole step without the profiler 2.5 ms: other programs",
-    ):
+    with pytest.raises(ValueError, match="3.0 ms together.* 2.5 ms: other programs"):
         learnt(events, 2.5)
 
 
 # Other cards
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("GEMM", 989.4 / 438.9),
-        ("attention", 989.4 / 438.9),
-        ("elementwise", 3352 / 1792),
-        ("copy", 1.0),
-    ],
-)
-def test_a_kind_scales_with_what_bounds_it(kind, expected):
-    assert scale(kind, H100, BLACKWELL, "bf16") == pytest.approx(expected)
-    assert scale(kind, BLACKWELL, H100, "bf16") == pytest.approx(1 / expected)
+def test_a_kind_scales_with_what_bounds_it():
+    expected = {"GEMM": 989.4 / 438.9, "attention": 989.4 / 438.9, "elementwise": 3352 / 1792}
+    for kind, ratio in (expected | {"copy": 1.0}).items():
+        assert scale(kind, H100, BLACKWELL, "bf16") == pytest.approx(ratio)
+        assert scale(kind, BLACKWELL, H100, "bf16") == pytest.approx(1 / ratio)
     few_flops = scale("GEMM", H100, BLACKWELL, "bf16", intensity=50)
     assert few_flops == pytest.approx(3352 / 1792)
     with pytest.raises(ValueError, match="no fp4 peak"):
@@ -206,10 +176,8 @@ def test_a_kind_scales_with_what_bounds_it(kind, expected):
 def test_no_kernel_is_shorter_than_an_empty_one():
     one = program(0.002, 1.002, kind="elementwise")
     faster = one.on(find_spec("B200"), H200, "bf16", empty_ms=0.002)
-    assert [piece.work[0][1] for piece in faster.queue] == [
-        pytest.approx(0.002),
-        pytest.approx(0.002 + 4.8 / 8),
-    ]
+    times = [piece.work[0][1] for piece in faster.queue]
+    assert times == pytest.approx([0.002, 0.002 + 4.8 / 8])
 
 
 # Who wins
@@ -219,7 +187,13 @@ def test_curves_cross_where_they_change_places():
     assert crossing(lambda x: x, lambda x: 4.0, 0, 10) == pytest.approx(4, abs=1e-6)
     assert crossing(lambda x: 4.0, lambda x: x, 0, 10) == pytest.approx(4, abs=1e-6)
     assert crossing(lambda x: x, lambda x: 40.0, 0, 10) is None
-    assert crossing(lambda x: x, lambda x: 4.0, 0, 16) == pytest.approx(4, abs=1)
+    assert crossing(lambda x: x, lambda x: 4.0, 0, 16) == pytest.approx(4, abs=1e-6)
+
+
+def test_a_root_is_exact_however_the_function_bends():
+    assert root(lambda x: x**3 - 2, 0, 1000) == pytest.approx(2 ** (1 / 3), abs=1e-5)
+    assert root(lambda x: x + 1, 0, 4) == pytest.approx(0, abs=1e-6)
+    assert root(lambda x: x - 9, 0, 4) == pytest.approx(4, abs=1e-6)
 
 
 # Larger models

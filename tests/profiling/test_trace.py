@@ -14,7 +14,6 @@ from torch.profiler import record_function
 from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, python
 
 from labutils.profiling.call_stacks import Frame, Slice, enclosing, own_time
-from labutils.profiling.chrome_trace import read_events
 from labutils.profiling.intervals import total
 from labutils.profiling.kernel_categories import category_of, is_thin
 from labutils.profiling.trace import SHARES, Trace, profile
@@ -99,12 +98,7 @@ def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_
     assert {k: shares[k] for k in rest} == {k: us(250 * v / 1502) for k, v in rest.items()}
     assert sum(shares.values()) == pytest.approx(0.5)
     metrics = trace.metrics(step_ms=0.5, data_ms=0.051)
-    assert (
-        metrics["gpu_busy"]
-        == metrics["untraced_gpu_busy"]
-        == metrics["kernels_share"]
-        == pytest.approx(0.19 / 0.5)
-    )
+    assert metrics["gpu_busy"] == metrics["kernels_share"] == pytest.approx(0.19 / 0.5)
     assert metrics["traced_gpu_busy"] == pytest.approx(380 / 2100)
     assert metrics["data_share"] == pytest.approx(0.051 / 0.5)
     assert metrics["traced_step_ms"] == us(1050)
@@ -113,15 +107,14 @@ def test_a_step_timed_without_the_profiler_keeps_the_gpus_time_and_the_measured_
 def test_a_wait_for_data_while_a_kernel_runs_costs_nothing():
     trace = Trace(RUNS_AHEAD)
     assert trace.partition()["data"] == us(100)
-    shares = trace.partition(
-        step_ms=0.95, data_ms=0.45
-    )  # timed without the profiler, the wait is 450 us of 950
+    # timed without the profiler, the wait is 450 us of 950
+    shares = trace.partition(step_ms=0.95, data_ms=0.45)
     assert (shares["kernels"], shares["data"]) == (us(800), us(450 * 100 / 500))
     assert sum(shares.values()) == us(950)
 
 
 def test_gaps_say_what_the_host_did(trace):
-    found = [(g.start, g.end, g.cause, g.after_sync) for g in trace.gaps()]
+    found = [(g.start, g.start + g.ms, g.cause, g.after_sync) for g in trace.gaps()]
     assert found == [
         (us(0), us(232), "data", False),
         (us(245), us(320), "host", True),
@@ -132,35 +125,19 @@ def test_gaps_say_what_the_host_did(trace):
 
 
 def test_kernels_are_sorted_by_kind_of_work(trace):
-    found = {name: row["ms"] for name, row in trace.categories().items()}
-    assert found == {
-        "thin GEMM": us(50),
-        "foreach": us(45),
-        "compiled": us(30),
-        "attention": us(30),
-        "GEMM": us(25),
-        "elementwise": us(25),
-    }
-    assert next(iter(found)) == "thin GEMM"
+    kinds = {"thin GEMM": 50, "foreach": 45, "compiled": 30, "attention": 30}
+    kinds |= {"GEMM": 25, "elementwise": 25}
+    rows = trace.categories()
+    assert {name: row["ms"] for name, row in rows.items()} == {n: us(t) for n, t in kinds.items()}
+    assert next(iter(rows)) == "thin GEMM"
 
 
 def test_timeline_shows_one_window_cut_to_its_edges(trace):
     lanes = trace.timeline((trace.wall[0] + 0.1, trace.wall[0] + 0.43))
-    assert lanes == {
-        "host": [
-            (us(0), us(100), "data"),
-            (us(100), us(60), "to_device"),
-            (us(160), us(170), "forward"),
-        ],
-        "host waits": [(us(110), us(40), "synchronisation")],
-        "launches": [(us(200), us(10), "launch call"), (us(230), us(10), "launch call")],
-        "GPU": [
-            (us(220), us(100), "thin GEMM"),
-            (us(300), us(30), "GEMM"),
-            (us(132), us(13), "copy"),
-        ],
-    }
-    assert max(start + length for start, length, _ in trace.timeline()["GPU"]) <= 1.0
+    assert list(lanes) == ["host", "host waits", "launches", "GPU"]
+    assert lanes["host waits"] == [(us(110), us(40), "synchronisation")]
+    thin, cut = (us(220), us(100), "thin GEMM"), (us(300), us(30), "GEMM")
+    assert lanes["GPU"] == [thin, cut, (us(132), us(13), "copy")]
 
 
 def test_pageable_copy_to_the_host_waits_even_alone_but_one_to_the_gpu_does_not():
@@ -199,10 +176,9 @@ def test_without_a_gpu_what_does_not_apply_is_absent():
 
 def test_operators_of_a_cpu():
     nested = [op("aten::linear", 0, 100), op("aten::addmm", 10, 70), op("aten::copy_", 20, 30)]
-    assert Trace(nested).categories() == {
-        "GEMM": {"ms": us(90), "count": 2.0},
-        "casts and layout": {"ms": us(10), "count": 1.0},
-    }
+    kinds = Trace(nested).categories()
+    assert kinds["GEMM"] == {"ms": us(90), "count": 2.0}
+    assert kinds["casts and layout"] == {"ms": us(10), "count": 1.0}
     assert Trace(nested).timeline() == {"operators": [(us(0), us(100), "GEMM")]}
     loader = mark("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 40)
     events = [mark("ProfilerStep#1", 0, 100), loader]
@@ -220,14 +196,14 @@ def test_files_are_read_plain_and_gzipped(tmp_path, opened, content):
     path = tmp_path / ("a.json.gz" if opened is gzip.open else "a.json")
     with opened(path, "wt") as file:
         json.dump(content, file)
-    assert read_events(path) == TWO_STEPS
+    assert Trace.read(path).metrics() == Trace(TWO_STEPS).metrics()
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="whole"):
-        read_events(path)
+        Trace.read(path)
     with opened(path, "wt") as file:
-        file.write('{"hello": 1}')
+        file.write("{}")
     with pytest.raises(ValueError, match="no profiler trace"):
-        read_events(path)
+        Trace.read(path)
 
 
 # Names and stacks
@@ -235,27 +211,21 @@ def test_files_are_read_plain_and_gzipped(tmp_path, opened, content):
 
 NAMES = {
     "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc": "convolution",
-    "void cutlass::Kernel2<cutlass_80_wmma_tensorop_f16_s161616gemm_f16>": "GEMM",
     "nvjet_hsh_192x192_64x4_2x1_v_bz_coopA_NNT": "GEMM",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3": "attention",
     "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>": "normalisation",
     "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "foreach",
     "void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>": "casts and layout",
     "void convertTensor_kernel<float, __half, float>": "casts and layout",
-    "void at::native::vectorized_elementwise_kernel<4, launch_clamp_scalar>": "elementwise",
-    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>": "reduction",
     "triton_per_fused_native_group_norm_3": "compiled",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
     "autograd::engine::evaluate_function: ConvolutionBackward0": "other",
-    "aten::_foreach_addcdiv_": "foreach",
     "aten::transpose": "views and allocation",
-    "something_new": "other",
 }
 
 
-@pytest.mark.parametrize(("name", "category"), NAMES.items())
-def test_names_tell_the_kind_of_work(name, category):
-    assert category_of(name) == category
+def test_names_tell_the_kind_of_work():
+    assert {name: category_of(name) for name in NAMES} == NAMES
 
 
 def test_products_that_a_rank_makes_thin():
@@ -276,7 +246,6 @@ def test_products_that_a_rank_makes_thin():
         ("/v/lib/python3.12/site-packages/labutils/training.py", True, "labutils/training.py"),
         ("/tmp/ipykernel_77/3141.py", True, "this notebook"),
         ("/home/me/my_script.py", True, "my_script.py"),
-        ("torch/optim/adamw.py", False, "torch/optim/adamw.py"),
         ("/opt/site/accelerate/accelerator.py", False, "accelerate/accelerator.py"),
         ("/v/lib/python3.12/site-packages/torch/optim/adamw.py", False, "torch/optim/adamw.py"),
         ("/usr/lib/python3.12/contextlib.py", False, "contextlib.py"),
@@ -297,10 +266,8 @@ def test_stacks_against_looking_at_every_slice(pieces, moments):
     slices = []
     for start, length in pieces:
         met = [s for s in slices if s.start < start + length and start < s.end]
-        low, high = (
-            min([start, *(s.start for s in met)]),
-            max([start + length, *(s.end for s in met)]),
-        )
+        low = min([start, *(s.start for s in met)])
+        high = max([start + length, *(s.end for s in met)])
         slices.append(Slice(low, high, str(len(slices))))
     slices.sort(key=lambda s: (s.start, -s.end))
     moments.sort()
@@ -336,29 +303,13 @@ class Training:
         return loss.item()
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("profile")
-    return profile(Training(), steps=5, folder=folder), folder
-
-
-def test_the_articles_schedule_records_five_steps(real):
-    trace, folder = real
+def test_a_real_trace_knows_its_steps_its_phases_and_who_read_a_value(tmp_path):
+    trace = profile(Training(), steps=5, folder=tmp_path)  # article A1's schedule
     assert trace.steps == trace.metrics()["traced_steps"] == 5
-    assert [path.name for path in folder.iterdir()] == [trace.path.name]
-    assert trace.path.name.endswith(".pt.trace.json")
-
-
-def test_a_real_trace_knows_its_phases_and_who_read_a_value(real):
-    trace, _ = real
+    assert list(tmp_path.glob("*.pt.trace.json")) == [trace.path]
     rows = trace.host_breakdown()
-    assert [name for name, row in rows.items() if row["count"] == 1] == [
-        "data",
-        "forward",
-        "backward",
-        "optimizer",
-        "log",
-    ]
+    counted = [name for name, row in rows.items() if row["count"] == 1]
+    assert counted == ["data", "forward", "backward", "optimizer", "log"]
     assert sum(row["ms"] for row in rows.values()) * 5 == pytest.approx(trace.wall_ms)
     (row,) = (r for r in trace.sync_table(trace.host_reads()) if r["phase"] == "log")
     assert row["where"] == "test_trace.py: log"
@@ -375,6 +326,5 @@ def test_a_captured_step_is_never_busier_than_its_trace():
     captured = Trace(events)
     metrics = captured.metrics(step_ms=0.9)
     assert metrics["gpu_busy"] == metrics["traced_gpu_busy"] == pytest.approx(0.8)
-    assert metrics["untraced_gpu_busy"] == pytest.approx(0.8 / 0.9)
+    assert metrics["kernels_share"] == pytest.approx(0.8 / 0.9)
     assert captured.metrics(step_ms=1.2)["gpu_busy"] == pytest.approx(0.8 / 1.2)
-    assert "untraced_gpu_busy" not in captured.metrics()
