@@ -493,7 +493,9 @@ for length in texts:
 follow("qlora", "short", "batch 1")
 
 # %%
-with lab.attempt("unsloth in a process of its own", experiment="methods", method="unsloth", texts="long"):
+with lab.attempt(
+    "unsloth in a process of its own", experiment="methods", method="unsloth", texts="long"
+):
     for workload in texts.values():
         workload.release_weights()
     jobs = lab07_qlora.unsloth_jobs(texts, method_steps)

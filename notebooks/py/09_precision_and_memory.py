@@ -643,7 +643,9 @@ def searched() -> dict[str, Run]:
 
 # %%
 searches: dict[str, Run] = {}
-with lab.attempt("Searching the largest batch", experiment="largest batch", search="from the prediction"):
+with lab.attempt(
+    "Searching the largest batch", experiment="largest batch", search="from the prediction"
+):
     if not broken:
         raise Unavailable("the limit is that of the cell before, which failed")
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
