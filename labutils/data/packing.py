@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from labutils.data.loader import ResumableOrder
@@ -237,12 +238,8 @@ def answer_places(targets: Tensor) -> dict[str, Tensor]:
 
 def fill_up(tensor: Tensor, length: int, value: float) -> Tensor:
     """`tensor` made `length` long in its first dimension with `value`."""
-    missing = length - len(tensor)
-    return (
-        torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
-        if missing
-        else tensor
-    )
+    others = [0, 0] * (tensor.dim() - 1)  # the last dimension comes first
+    return F.pad(tensor, [*others, 0, length - len(tensor)], value=value)
 
 
 def stack_rows(
@@ -255,3 +252,69 @@ def stack_rows(
         )
         for name, value in fills.items()
     }
+
+
+class Collate:
+    """Makes a batch of examples ("input_ids" and "labels", int64 [tokens] each) in the form of
+    `layout`; picklable. pad: id of the token that fills rows up.
+
+    For the model as published: "input_ids", "attention_mask" and "labels", padded on the right; or
+    packed, as libraries take batches without padding: no mask but "position_ids" that start anew at
+    0 in each example, whose first label is -100, and all rows behind one another in a single one
+    (what fills a row up is one more example). For ours, rows of n tokens: "input_ids", "positions"
+    (from 0 in each example) and "targets" (the next token where it is to be predicted, -100
+    elsewhere), all int64 [rows, n]; "answers" and "answer_targets" as in `answer_places`; packed
+    batches have "boundaries" as well.
+    """
+
+    def __init__(self, layout: Layout, pad: int, published: bool) -> None:
+        self.layout, self.pad, self.published = layout, pad, published
+
+    def __call__(self, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        lengths = [len(example["input_ids"]) for example in examples]
+        length = self.layout.row_tokens(lengths)
+        if self.published and not self.layout.packs:
+            return self.as_published(examples, length)
+        places = self.layout.rows(lengths, [self.tiles(example) for example in examples])
+        rows = [[examples[place] for place in row] for row in places]
+        return self.in_one_row(rows, length) if self.published else self.in_rows(rows, length)
+
+    def tiles(self, example: dict[str, Tensor]) -> int:
+        """Tiles of an example's image."""
+        return 0
+
+    def as_published(self, examples: list[dict[str, Tensor]], length: int) -> dict[str, Tensor]:
+        parts = [[e | {"attention_mask": torch.ones_like(e["input_ids"])}] for e in examples]
+        fills = {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED}
+        return stack_rows(parts, length, fills)
+
+    def in_one_row(self, rows: list[list[dict[str, Tensor]]], length: int) -> dict[str, Tensor]:
+        ids, labels = [], []
+        for row in rows:
+            left = length - sum(len(example["input_ids"]) for example in row)
+            for example in row:
+                ids.append(example["input_ids"])
+                labels.append(F.pad(example["labels"][1:], (1, 0), value=IGNORED))
+            for rest in left_over(left, self.layout.longest):
+                ids.append(torch.full((rest,), self.pad))
+                labels.append(torch.full((rest,), IGNORED))
+        positions = [torch.arange(len(part)) for part in ids]
+        parts = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        return {name: torch.cat(tensors)[None] for name, tensors in parts.items()}
+
+    def in_rows(self, rows: list[list[dict[str, Tensor]]], length: int) -> dict[str, Tensor]:
+        parts = [[_with_targets(example) for example in row] for row in rows]
+        fills = {"input_ids": self.pad, "positions": 0, "targets": IGNORED}
+        batch = stack_rows(parts, length, fills)
+        batch |= answer_places(batch["targets"])
+        if self.layout.packs:
+            documents = [[len(example["input_ids"]) for example in row] for row in rows]
+            segments, longest = self.layout.segments, self.layout.longest
+            batch["boundaries"] = boundaries(documents, length, segments, longest)
+        return batch
+
+
+def _with_targets(example: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = example["input_ids"]
+    targets = F.pad(example["labels"][1:], (0, 1), value=IGNORED)
+    return {"input_ids": ids, "positions": torch.arange(len(ids)), "targets": targets}

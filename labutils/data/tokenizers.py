@@ -30,21 +30,12 @@ def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None)
 
     `weights="hub"` loads it; `weights="random"` makes one from the words of the generated captions:
     the same class, algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size,
-    hence the same cost, but other ids. Raises `ConnectionError` where the hub's can't be had,
-    `ValueError` for weights it does not know.
+    hence the same cost, but other ids. Raises `ConnectionError` where the hub's can't be had.
     """
-    if weights == "random":
-        return _clip_like()
-    if weights == "hub":
-        return _clip_from_hub(cache_dir)
-    raise ValueError(
-        f"weights={weights!r} is not known. Choose 'random' (no download) or 'hub' (the real ones)."
-    )
-
-
-def _clip_from_hub(cache_dir: str | Path | None) -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
+    if weights == "random":
+        return _clip_like()
     with reaching(HUB_MODEL, "model"):
         return CLIPTokenizer.from_pretrained(HUB_MODEL, subfolder="tokenizer", cache_dir=cache_dir)
 
@@ -85,12 +76,11 @@ def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 # -------------------------------------------------------------------------- LLaVA-NeXT's
 
-LLAVA_VOCABULARY = 32000
 IMAGE, PAD = "<image>", "<pad>"
 
 
 @functools.cache
-def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
+def llava_tokenizer(words: int) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer with the special tokens of llava-v1.6-mistral: `words` ids, then
     <image> and <pad>.
 
@@ -148,17 +138,9 @@ LLAVA_TEXTS = (
 )
 
 
-def llava_processor(
-    geometry: Geometry,
-    words: int = LLAVA_VOCABULARY,
-    hub: str = "",
-    cache_dir: str | Path | None = None,
-) -> LlavaNextProcessor:
-    """The real processor class with the image processor that needs no torchvision.
-
-    geometry: the tiles, and `words` of the tokenizer made here; with `hub`, the tokenizer of that
-    model instead. Raises `ConnectionError` where that can't be had.
-    """
+def llava_processor(geometry: Geometry, tokenizer: Any) -> LlavaNextProcessor:
+    """The real processor class with the image processor that needs no torchvision, for tiles of
+    that geometry."""
     from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor
 
     images = LlavaNextImageProcessorPil(
@@ -168,14 +150,14 @@ def llava_processor(
     )
     return LlavaNextProcessor(
         image_processor=images,
-        tokenizer=hub_tokenizer(hub, cache_dir) if hub else llava_tokenizer(words),
+        tokenizer=tokenizer,
         patch_size=geometry.patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
 
 
-def hub_tokenizer(model: str, cache_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
+def hub_tokenizer(model: str, cache_dir: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model of the hub. Raises `ConnectionError` where it can't be had."""
     from transformers import AutoTokenizer
 
@@ -215,7 +197,7 @@ CHAT_WORDS = 4096
 
 
 @functools.cache
-def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerFast:
+def chat_tokenizer(family: str, words: int) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer with the marks and the chat form of a `family` of models, learned from
     generated texts.
 

@@ -23,11 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labutils.data.packing import Layout
+from labutils.data.packing import Collate, Layout
 from labutils.data.texts import (
     WORDS,
     Chat,
-    Collate,
     Conversation,
     Conversations,
     Text,

@@ -39,7 +39,7 @@ class Pictures:
         self.formats = formats(self.resolution)
         self.images = workload.cache_dir / "images"
         folder = self.images / f"drawn-v{drawings.VERSION}-seed0"
-        self.drawn = drawings.draw_images(folder, count, seed=0)
+        self.drawn = drawings.draw_images(folder, count)
 
     def files(self, name: str) -> list[Path]:
         """The pictures as files of a format."""
@@ -112,7 +112,7 @@ class Pictures:
         kept, held = IN_MEMORY.get(form, (form, "nothing"))
         tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
         ids = tokenizer(
-            [drawings.caption(place, 0) for place in range(len(self.drawn))],
+            [drawings.caption(place) for place in range(len(self.drawn))],
             max_length=tokenizer.model_max_length,
             padding="max_length",
             truncation=True,

@@ -81,8 +81,7 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 class _Moved(torch.autograd.Function):
-    """rows[order], and for the gradient slope[back]; `back` is the permutation that undoes `order`.
-    """
+    """rows[order], and for the gradient slope[back]; `back` undoes the permutation `order`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import gc
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -101,6 +101,8 @@ class Workload(ABC):
     """Examples of an epoch at least, where there are fewer: see `data.images.make_loader`."""
     steps_vary: ClassVar[bool] = False
     """Whether batches differ in what they take in: see `work_of`."""
+    takes: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Knob -> the values of it that the workload can do something with, where not all of them."""
 
     def __init__(
         self, name: str, scale: str, weights: str, data: str, device: str, cache_dir: Path
@@ -131,10 +133,18 @@ class Workload(ABC):
     def hub(self) -> str:
         """The published model of this size on the Hugging Face hub; "" where there is none."""
 
+    def check(self, recipe: Recipe) -> None:
+        """Raise `ValueError` for what the workload can't do of a recipe: a run on record must not
+        claim that a knob did anything where it didn't."""
+        for name, values in self.takes.items():
+            value = getattr(recipe, name)
+            choices = " or ".join(f"{name}={other!r}" for other in values)
+            refuse(value not in values, f"{name}={value!r} is not for {self.name}. Use {choices}.")
+
     @abstractmethod
     def build(self, recipe: Recipe) -> nn.Module:
         """A fresh model on the device with the recipe's precision, layout and adapters; the frozen
-        weights are shared. Raises `ValueError` for what the workload can't do of a recipe."""
+        weights are shared. Raises as `check` does."""
 
     @abstractmethod
     def trained(self, model: nn.Module) -> tuple[str, nn.Module]:

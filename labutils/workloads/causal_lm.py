@@ -19,7 +19,6 @@ grouped products.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.data.packing import Layout
+from labutils.data.packing import Collate, Layout
 from labutils.data.texts import (
     LONG,
     LONGEST,
     SHORT,
     Chat,
-    Collate,
     Conversation,
     Conversations,
     from_hub,
@@ -44,15 +42,7 @@ from labutils.layers.grouped_moe import register_experts
 from labutils.layers.packed_attention import register_attention
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, refuse, remembered
-from labutils.workloads.decoder import (
-    FP8_ROWS,
-    DecoderSize,
-    DecoderWorkload,
-    ExampleSize,
-    Published,
-    Rewritten,
-    built_in,
-)
+from labutils.workloads.decoder import DecoderSize, DecoderWorkload, ExampleSize, built_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +77,19 @@ VARIANTS = {
     "gpt-oss-120b-lora-long": (GPT_OSS | {"full": GPT_OSS_120B}, LONG),
 }
 """Workload's name -> sizes by scale, and the kind of its texts."""
-CROWDED = 3
-"""Packed rows hold up to so many times as many texts as fit on average. Room for as many as there
-could be of the shortest would be empty nearly always, and attention kernels pass through all of it.
-"""
 
 
 class LanguageLora(DecoderWorkload):
-    """See the module's docstring; for what batches hold, `data.texts.Collate`."""
+    """See the module's docstring; for what batches hold, `data.packing.Collate`."""
 
     libraries = (
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.gpt_oss.modeling_gpt_oss",
     )
-    loads_4_bits = True
+    takes = DecoderWorkload.takes | {
+        "cache": ("nothing",),
+        "shapes": ("as-they-come", "padded", "buckets", "packed"),
+    }
 
     def __init__(self, name: str, *where: Any) -> None:
         self.sizes, self.kind = VARIANTS[name]
@@ -109,21 +98,16 @@ class LanguageLora(DecoderWorkload):
     # ---------------------------------------------------------------------------- the model
 
     def check(self, recipe: Recipe) -> None:
+        super().check(recipe)
         refuse(
             recipe.adapter == "none" and recipe.layers == "rewritten",
             "adapter='none' trains the library's own model here. Use layers='published'.",
         )
         refuse(
-            recipe.cache != "nothing",
-            f"cache={recipe.cache!r} needs a frozen encoder, and a language model has none.",
-        )
-        refuse(recipe.shapes == "fixed", "shapes='fixed' is about images. Use 'padded' for texts.")
-        refuse(
             recipe.loss == "answers" and recipe.predict == "everything",
             "loss='answers' leaves out the logits of what isn't predicted, and "
             "predict='everything' predicts all of it. Use loss='fused', or predict='answers'.",
         )
-        super().check(recipe)
 
     def random_network(self, dtype: torch.dtype) -> nn.Module:
         return build_lm(self.size, self.device, dtype)
@@ -137,16 +121,6 @@ class LanguageLora(DecoderWorkload):
         register_attention()
         register_experts()
         return AutoModelForCausalLM.from_pretrained(self.hub, dtype=dtype, **options)
-
-    def rewritten(self, network: nn.Module, recipe: Recipe) -> Rewritten:
-        if self.size.experts:
-            network.config._experts_implementation = "frozen"
-        longest = self._longest(recipe) if recipe.shapes == "packed" else None
-        return Rewritten(network, recipe.loss, longest)
-
-    def called(self, model: Published | Rewritten) -> nn.Module:
-        """All of it: the embedding is looked up outside of the part that is trained."""
-        return model
 
     def publish(self, folder: Path, seed: int = 0) -> None:
         """Write the frozen model and its tokenizer as `from_pretrained` of transformers reads them,
@@ -166,20 +140,9 @@ class LanguageLora(DecoderWorkload):
     def pad(self) -> int:
         return self._tokenizer().pad_token_id
 
-    def layout(self, recipe: Recipe) -> Layout:
-        budget = self.token_budget(recipe)
-        lengths = [example.tokens for example in self.example_sizes(recipe)]
-        usual = math.ceil(CROWDED * budget * len(lengths) / sum(lengths))
-        segments = min(budget // min(lengths), usual)
-        multiple = FP8_ROWS if "fp8" in recipe.base_linear else 1
-        return Layout(recipe.shapes, budget, 0, segments, multiple, self._longest(recipe))
-
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where texts may be shorter."""
         return recipe.token_budget // self.size.shorter
-
-    def _longest(self, recipe: Recipe) -> int:
-        return max(example.tokens for example in self.example_sizes(recipe))
 
     @remembered
     def example_sizes(self, recipe: Recipe) -> list[ExampleSize]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Iterator
 
 _asked_for: set[str] = set()
 
@@ -25,22 +24,11 @@ def import_unseen(*modules: str) -> None:
     if modules[0] in _asked_for:
         return
     _asked_for.add(modules[0])
-    with unseen():
-        for module in modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(module)
-
-
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """The garbage collector rests meanwhile, and passes over all that is there by the end, for
-    good.
-    """
     collecting = gc.isenabled()
     gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        if collecting:
-            gc.enable()
+    for module in modules:
+        with contextlib.suppress(Exception):
+            importlib.import_module(module)
+    gc.freeze()
+    if collecting:
+        gc.enable()

@@ -89,12 +89,15 @@ def convert_base(
     "fp8-torchao" keep the old weights by design.
 
     Raises `Unavailable` where a library or the GPU is missing, `ValueError` for a kind or layer
-    that doesn't go; nothing is changed then.
+    that doesn't go, `AttributeError` for a name of no layer; nothing is changed then.
     """
     if kind == "published":
         return []
     check_choice("kind", kind, tuple(MAKERS))
-    places = list(dict.fromkeys(_place(model, name) for name in names))
+    places = []
+    for name in dict.fromkeys(names):
+        adapted = hasattr(model.get_submodule(name), "base_layer")
+        places.append(f"{name}.base_layer" if adapted else name)
     for place in places:
         layer = model.get_submodule(place)
         if type(layer) is not nn.Linear:
@@ -110,17 +113,6 @@ def convert_base(
         del linear
     gc.collect()
     return places
-
-
-def _place(model: nn.Module, name: str) -> str:
-    """Where in `model` the nn.Linear is that `name` names, itself or by its adapter."""
-    if name == "":
-        raise ValueError("A layer can't be replaced in itself. Put it into a module first.")
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        raise ValueError(f"This {type(model).__name__} has no layer {name!r}.") from None
-    return f"{name}.base_layer" if hasattr(layer, "base_layer") else name
 
 
 def forward_context(kind: str) -> AbstractContextManager:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -121,18 +120,6 @@ class FrozenFP8Linear(FrozenLinear):
     def restored(self) -> Tensor:
         return self.weight.float() * self.scale
 
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *more: Any) -> None:
-        """Refuse a 16-bit weight, also where `strict=False` would cast it without a scale."""
-        there = state.get(f"{prefix}weight")
-        if there is not None and there.dtype != E4M3.dtype:
-            errors: list[str] = more[-1]
-            errors.append(
-                f"{prefix}weight is {there.dtype}, and this frozen layer holds {E4M3.dtype}. Load "
-                "the state into the model before convert_base."
-            )
-            return
-        super()._load_from_state_dict(state, prefix, *more)
-
 
 def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
     """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a
@@ -218,7 +205,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------------------------------------
-# The product, three ways
+# The product: by the hardware, or emulated
 
 
 def _rowwise(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
@@ -233,22 +220,6 @@ def _rowwise(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tens
     )
 
 
-def _separate(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
-    """The product without scales, then the scales: for cards whose FP8 product takes one scale a
-    matrix only.
-    """
-    one = torch.ones((), device=values.device)
-    y = compat.scaled_mm(
-        values,
-        weight.t(),
-        scale_a=one,
-        scale_b=one,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=FAST_ACCUM,
-    )
-    return (y * (inverse * column_scale)).to(torch.bfloat16)
-
-
 def _emulated(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
     """The same numbers from float32 products."""
     with torch.autocast("cuda" if values.is_cuda else "cpu", enabled=False):
@@ -256,7 +227,7 @@ def _emulated(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Ten
         return (y * (inverse * column_scale)).to(torch.bfloat16)
 
 
-PRODUCTS = {"rowwise": _rowwise, "separate": _separate, "emulated": _emulated}
+PRODUCTS = {"rowwise": _rowwise, "emulated": _emulated}
 """Kind -> (values [m, k] in FP8, weight [n, k] in FP8, inverse [m, 1], column_scale [1, n]) -> [m,
 n] in bfloat16.
 """
@@ -269,18 +240,14 @@ def product_kind(device: torch.device) -> str:
 
 @functools.cache
 def _cuda_product_kind(index: int) -> str:
-    """What works on this card with this PyTorch, found by trying: the row-wise kernel is not built
-    for all of them.
-    """
+    """Found by trying: not every build of PyTorch has the kernel for every card."""
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "emulated"
     matrix = torch.zeros(128, 128, device=device).to(E4M3.dtype)
     scale = torch.ones(128, 1, device=device)
-    for kind in ("rowwise", "separate"):
-        try:
-            PRODUCTS[kind](matrix, matrix, scale, scale.t())
-            return kind
-        except (RuntimeError, ValueError, NotImplementedError):
-            continue
-    return "emulated"
+    try:
+        _rowwise(matrix, matrix, scale, scale.t())
+    except (RuntimeError, ValueError, NotImplementedError):
+        return "emulated"
+    return "rowwise"
