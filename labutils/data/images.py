@@ -93,15 +93,10 @@ def resize(image: Image.Image, resolution: int) -> Image.Image:
     """Scale so that the shorter side has `resolution` pixels (Lanczos); the longer side is rounded
     down.
     """
-    size = _resized(image.size, resolution)
-    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
-
-
-def _resized(size: tuple[int, int], resolution: int) -> tuple[int, int]:
-    """Width and height that `resize` gives an image of that width and height."""
-    short, long = sorted(size)
+    short, long = sorted(image.size)
     other = int(resolution * long / short)
-    return (resolution, other) if size[0] == short else (other, resolution)
+    size = (resolution, other) if image.width == short else (other, resolution)
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 def random_crop(image: Image.Image, resolution: int) -> Image.Image:
@@ -170,24 +165,6 @@ def image_text_dataset(
 ) -> datasets.Dataset:
     """`images` (columns image, text) that decode, transform and tokenise whenever a row is read."""
     return images.with_transform(Preprocess(tokenizer, resolution))
-
-
-def check_one_crop(images: datasets.Dataset, resolution: int) -> None:
-    """Raise `ValueError` where an image of `images` (columns image, text) is cropped at random,
-    naming its size.
-
-    Encoded once, it would stay cropped as it happened to be that time.
-    """
-    sizes = [(width, height) for height, width in image_sizes(images)]
-    several = [size for size in sizes if _resized(size, resolution) != (resolution, resolution)]
-    if several:
-        width, height = several[0]
-        raise ValueError(
-            f"{len(several)} of the {len(images)} images aren't square (one has {width}x{height} "
-            "pixels). The script crops those anew at random whenever it reads them; encoded once, "
-            "each would keep one crop, which is other training. Use cache='nothing' for them, or "
-            "crop them to squares beforehand."
-        )
 
 
 def image_sizes(images: datasets.Dataset) -> list[tuple[int, int]]:

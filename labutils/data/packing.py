@@ -50,32 +50,29 @@ class Layout:
         fit.
         """
         longest = max(lengths)
-        if self.shapes == "as-they-come":
-            return self._rounded(longest)
-        if longest > self.budget:
+        if longest > self.budget and self.shapes != "as-they-come":
             raise ValueError(
                 f"An example has {longest} tokens, and shapes={self.shapes!r} has room for "
-                f"{self.budget} (token_budget "
-                "as it is at this scale). Use a larger token_budget, or shapes='as-they-come'."
+                f"{self.budget} (token_budget as it is at this scale). Use a larger token_budget, "
+                "or shapes='as-they-come'."
             )
-        return self._rounded(
-            _next_bucket(longest, self.budget) if self.shapes == "buckets" else self.budget
-        )
-
-    def _rounded(self, length: int) -> int:
-        return -(-length // self.multiple) * self.multiple
+        return -(-self._room(longest, self.budget) // self.multiple) * self.multiple
 
     def batch_tiles(self, tiles: int, rows: int) -> int:
         """How many tiles a batch of `rows` rows is given, when it has `tiles`; the others are
         empty.
         """
-        if self.shapes in ("as-they-come", "fixed"):
-            return tiles
-        return (
-            _next_bucket(tiles, rows * self.tiles)
-            if self.shapes == "buckets"
-            else rows * self.tiles
-        )
+        return tiles if self.shapes == "fixed" else self._room(tiles, rows * self.tiles)
+
+    def _room(self, wanted: int, most: int) -> int:
+        """What is set aside for `wanted` tokens or tiles, where there are `most` at most; with
+        "buckets" the least of `BUCKETS` evenly spaced sizes."""
+        if self.shapes == "as-they-come":
+            return wanted
+        if self.shapes != "buckets":
+            return most
+        sizes = (math.ceil(most * k / BUCKETS) for k in range(1, BUCKETS + 1))
+        return next(size for size in sizes if size >= wanted)
 
     def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
         """The examples of each row, in order: one each, or as many as fit and may be in it."""
@@ -90,13 +87,6 @@ class Layout:
             rows[-1].append(index)
             room, room_tiles = room - length, room_tiles - count
         return rows
-
-
-def _next_bucket(wanted: int, most: int) -> int:
-    """The least of `BUCKETS` evenly spaced sizes up to `most` that is not less than `wanted`."""
-    return next(
-        size for k in range(1, BUCKETS + 1) if (size := math.ceil(most * k / BUCKETS)) >= wanted
-    )
 
 
 class PackedOrder(ResumableOrder):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labutils.data.drawings import caption
 from labutils.data.files import reaching
 from labutils.data.texts import LONG, SHORT, written
 
@@ -28,9 +26,9 @@ MAX_LENGTH = 77
 def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None) -> CLIPTokenizer:
     """The tokenizer of Stable Diffusion 1.5's text encoder.
 
-    `weights="hub"` loads it; `weights="random"` makes one from the words of the generated captions:
-    the same class, algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size,
-    hence the same cost, but other ids. Raises `ConnectionError` where the hub's can't be had.
+    `weights="hub"` loads it; `weights="random"` makes one that knows single letters: the same
+    class, algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size, hence the
+    same cost, but other ids. Raises `ConnectionError` where the hub's can't be had.
     """
     from transformers import CLIPTokenizer
 
@@ -42,36 +40,14 @@ def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None)
 
 @functools.cache
 def _clip_like() -> CLIPTokenizer:
-    from transformers import CLIPTokenizer
-
-    vocabulary, merges = _learned()
-    for index in range(len(vocabulary), VOCABULARY - 2):
-        vocabulary[f"unused{index}</w>"] = index
-    vocabulary |= {START: VOCABULARY - 2, END: VOCABULARY - 1}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=MAX_LENGTH)
-
-
-def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Byte-pair merges learned from generated captions: token -> id (0, 1, 2 ...) and the merges in
-    their order.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = CLIPTokenizer().backend_tokenizer  # how CLIP cleans a text and cuts it into words
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = words.normalizer, words.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
-    )
-    tokenizer.train_from_iterator((caption(index) for index in range(500)), trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    final = [letter + "</w>" for letter in letters]  # any byte may end a word
-    tokens = dict.fromkeys([*letters, *final, *sorted(model["vocab"], key=model["vocab"].get)])
-    return {token: index for index, token in enumerate(tokens)}, [
-        tuple(pair) for pair in model["merges"]
-    ]
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
+    tokens += [f"unused{index}</w>" for index in range(len(tokens), VOCABULARY - 2)]
+    vocabulary = {token: index for index, token in enumerate([*tokens, START, END])}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=MAX_LENGTH)
 
 
 # -------------------------------------------------------------------------- LLaVA-NeXT's

@@ -177,9 +177,6 @@ class Parking:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parking:
-        return Parking(self.room_bytes)
-
 
 def offloading(block: nn.Module, parking: Parking) -> Callable[[Run, Tensor], Tensor]:
     """What runs `block` on a tensor now and once more in the backward pass, and parks the tensor in

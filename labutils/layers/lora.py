@@ -192,18 +192,17 @@ def _attach_plain(
 ) -> None:
     """Put a LoRALinear in the place of each named nn.Linear, or one more adapter on the LoRALinear
     that is there."""
-    layers = {name: module.get_submodule(name) for name in names}
-    for name, layer in layers.items():
-        if not isinstance(layer, nn.Linear | LoRALinear):
+    for name in names:
+        layer = module.get_submodule(name)
+        if isinstance(layer, LoRALinear):
+            layer.add_adapter(adapter, rank, alpha)
+        elif isinstance(layer, nn.Linear):
+            module.set_submodule(name, LoRALinear(layer, rank, alpha, adapter))
+        else:
             raise ValueError(
                 f"{name!r} is a {type(layer).__name__}; kind='plain' adapts nn.Linear layers. Use "
                 "kind='peft'."
             )
-    for name, layer in layers.items():
-        if isinstance(layer, LoRALinear):
-            layer.add_adapter(adapter, rank, alpha)
-        else:
-            module.set_submodule(name, LoRALinear(layer, rank, alpha, adapter))
 
 
 def _attach_peft(

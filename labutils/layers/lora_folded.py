@@ -81,10 +81,6 @@ class Stack(nn.Module):
         for index, layer in enumerate(self.folded):
             layer.lora_A["default"] = SimpleNamespace(weight=self.A.data[index, :rank])
             layer.lora_B["default"] = SimpleNamespace(weight=self.B.data[index, :, :rank])
-        for first, count in zip(itertools.accumulate([0, *pieces]), pieces, strict=False):
-            if count > 1 and self.folded[first].bias is not None:
-                joined = self.folded[first : first + count]
-                self.folded[first].bias = torch.cat([layer.bias for layer in joined])
 
     def form(self) -> None:
         """Hand each product its W', one batched product for all."""
@@ -118,8 +114,8 @@ def fold(
     """Put folded layers in the place of the LoRA `layers` (name -> layer) of `module`, in place.
 
     The model then has one A and one B for each shape of layer as its trainable parameters, and a
-    submodule `folds`. Each tuple of `joint` names layers of one shape that are given the same
-    input: the first then computes them all.
+    submodule `folds`. Each tuple of `joint` names layers of one shape, without biases, that are
+    given the same input: the first then computes them all.
     """
     first = {name: names[0] for names in joint for name in names}
     by_shape: dict[torch.Size, list[str]] = defaultdict(list)

@@ -9,7 +9,7 @@ import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
+from labutils.data.files import reaching
 from labutils.data.loader import EPOCH
 from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for
@@ -36,8 +37,6 @@ CLASSES = {
     "qwen3-32b-lora-long": ("causal_lm", "LanguageLora"),
     "gpt-oss-lora-short": ("causal_lm", "LanguageLora"),
     "gpt-oss-lora-long": ("causal_lm", "LanguageLora"),
-    "gpt-oss-120b-lora-short": ("causal_lm", "LanguageLora"),
-    "gpt-oss-120b-lora-long": ("causal_lm", "LanguageLora"),
 }
 """Workload's name -> module and class; the module is imported when the workload is asked for."""
 
@@ -221,18 +220,11 @@ class Workload(ABC):
                 f'weights="hub" has the sizes of published models, and {self.name} at '
                 f'scale={self.scale!r} is none. Use scale="full", or weights="random".'
             )
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        from_hub = reaching(self.hub, "model") if self.weights == "hub" else nullcontext()
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), from_hub:
             torch.manual_seed(seed)
-            try:
-                yield
-            except OSError as error:
-                if self.weights == "random":
-                    raise
-                raise ConnectionError(
-                    f"The weights of {self.hub} could not be loaded ({error}). They need the "
-                    'network once. Use weights="random", or fetch them on a connected machine with '
-                    f"`hf download {self.hub}`."
-                ) from error
+            yield
 
     def shared(self, key: Any, make: Callable[[], nn.Module], at_most: int = 1) -> nn.Module:
         """The frozen networks that depend on `key`: made once, and held for all trainers. Of

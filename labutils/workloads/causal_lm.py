@@ -9,12 +9,10 @@ LoRA adapts all seven projections of Qwen3's blocks with alpha = 2 r, as the art
 for the same of gpt-oss and gets attention alone: the experts' weights are no linear layers. The
 router stays frozen.
 
-At `full` the architectures are Qwen3-8B's and gpt-oss-20b's to the parameter, or with "32b" and
-"120b" in the name those of Qwen3-32B and gpt-oss-120b (which in 16 bits is larger than any GPU: its
-shapes are for device="meta"). `small` is Qwen3-0.6B and a gpt-oss of 0.8 billion parameters. `tiny`
-ones have two thin blocks and texts a quarter as long. As published, gpt-oss runs with eager
-attention and a loop over its experts; rewritten, with attention in one kernel and experts in
-grouped products.
+At `full` the architectures are Qwen3-8B's (with "32b" in the name Qwen3-32B's) and gpt-oss-20b's to
+the parameter. `small` is Qwen3-0.6B and a gpt-oss of 0.8 billion parameters. `tiny` ones have two
+thin blocks and texts a quarter as long. As published, gpt-oss runs with eager attention and a loop
+over its experts; rewritten, with attention in one kernel and experts in grouped products.
 """
 
 from __future__ import annotations
@@ -65,6 +63,7 @@ GPT_OSS = {
     "full": Size(2880, 24, 64, 8, 64, 2880, 201088, experts=32, hub="openai/gpt-oss-20b"),
 }
 GPT_OSS_120B = Size(2880, 36, 64, 8, 64, 2880, 201088, experts=128, hub="openai/gpt-oss-120b")
+"""In 16 bits it is larger than any GPU: its shapes are for device="meta"."""
 
 VARIANTS = {
     "qwen3-lora-short": (QWEN3, SHORT),
@@ -73,8 +72,6 @@ VARIANTS = {
     "qwen3-32b-lora-long": (QWEN3 | {"full": QWEN3_32B}, LONG),
     "gpt-oss-lora-short": (GPT_OSS, SHORT),
     "gpt-oss-lora-long": (GPT_OSS, LONG),
-    "gpt-oss-120b-lora-short": (GPT_OSS | {"full": GPT_OSS_120B}, SHORT),
-    "gpt-oss-120b-lora-long": (GPT_OSS | {"full": GPT_OSS_120B}, LONG),
 }
 """Workload's name -> sizes by scale, and the kind of its texts."""
 

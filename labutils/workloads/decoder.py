@@ -104,8 +104,8 @@ class ExampleSize:
 
 
 class Decoder(nn.Module):
-    """Embedded tokens [r, n, width] to the mean loss of the targets: the language model and its
-    head.
+    """Embedded tokens [r, n, width] and their batch (see `data.packing.Collate`) to the mean loss
+    of the targets: the language model and its head.
 
     longest: tokens of the longest document in packed rows, for attention to count on; None: as long
     as a row.
@@ -118,22 +118,16 @@ class Decoder(nn.Module):
         self.language, self.head, self.kind, self.longest = language, head, loss, longest
         self.chunk_loss = ChunkLoss() if loss == "fused" else None
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        answers: Tensor,
-        answer_targets: Tensor,
-        boundaries: Tensor | None = None,
-    ) -> Tensor:
-        turns = self.language.rotary_emb(x, position_ids=positions)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        turns = self.language.rotary_emb(x, position_ids=batch["positions"])
+        packed = {"boundaries": batch.get("boundaries"), "longest": self.longest}
         for layer in self.language.layers:
-            x = layer(x, position_embeddings=turns, boundaries=boundaries, longest=self.longest)
+            x = layer(x, position_embeddings=turns, **packed)
         x = x.flatten(0, 1)
         if self.kind == "answers":
-            return cross_entropy(self.language.norm(x[answers]), self.head.weight, answer_targets)
-        hidden, targets = self.language.norm(x), targets.flatten()
+            hidden = self.language.norm(x[batch["answers"]])
+            return cross_entropy(hidden, self.head.weight, batch["answer_targets"])
+        hidden, targets = self.language.norm(x), batch["targets"].flatten()
         if self.chunk_loss is None:
             return cross_entropy(hidden, self.head.weight, targets)
         return linear_cross_entropy(hidden, self.head.weight, targets, chunk_loss=self.chunk_loss)
@@ -164,12 +158,7 @@ class Rewritten(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         with record_function("forward"):
-            return self.decode(self.network.get_input_embeddings()(batch["input_ids"]), batch)
-
-    def decode(self, x: Tensor, batch: Batch) -> Tensor:
-        """The loss of embedded tokens [r, n, width]."""
-        names = ("positions", "targets", "answers", "answer_targets", "boundaries")
-        return self.decoder(x, **{name: batch[name] for name in names if name in batch})
+            return self.decoder(self.network.get_input_embeddings()(batch["input_ids"]), batch)
 
 
 def projections(network: nn.Module) -> tuple[str, ...]:
@@ -201,7 +190,16 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     says."""
     if recipe.checkpointing == "off":
         return
-    if _recomputes_within(language, recipe):
+    # A block's checkpoint is compiled with it where it can be. As published it is the library's,
+    # which runs compiled blocks once more. Transformer Engine's is closed to the compiler. A
+    # mixture's router must choose the same experts both times, and the compiler may sum it up in
+    # another order in the backward pass.
+    if (
+        (recipe.checkpointing, recipe.layers) == ("blocks", "rewritten")
+        and (recipe.compile != "off" and recipe.compile_scope == "blocks")
+        and recipe.base_linear != "fp8-te"
+        and not getattr(language.config, "num_local_experts", 0)
+    ):
         for layer in language.layers:
             layer.forward = recomputing_within(layer.forward)
         return
@@ -215,23 +213,6 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
             compat.set_block_checkpoint(layer, keeping_products)
         else:
             compat.set_block_checkpoint(layer, recomputing(recipe.base_linear))
-
-
-def _recomputes_within(language: nn.Module, recipe: Recipe) -> bool:
-    """Whether a block's checkpoint is compiled with it.
-
-    As published it is the library's, which runs compiled blocks once more. Transformer Engine's is
-    closed to the compiler. A mixture's router must choose the same experts both times, and the
-    compiler may sum it up in another order in the backward pass.
-    """
-    return (
-        recipe.compile != "off"
-        and recipe.compile_scope == "blocks"
-        and recipe.layers == "rewritten"
-        and recipe.checkpointing == "blocks"
-        and recipe.base_linear != "fp8-te"
-        and not getattr(language.config, "num_local_experts", 0)
-    )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -366,10 +347,10 @@ class DecoderWorkload(Workload):
         """transformers' model without adapters, every weight frozen, in `dtype` on the device."""
         with self.making_weights(seed):
             if self.weights == "hub":
-                network = self.pretrained(dtype).to(self.device)
+                network = self.pretrained(dtype)
             else:
                 network = self.random_network(dtype)
-        return network.requires_grad_(False)
+        return network.to(self.device).requires_grad_(False)
 
     def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """The frozen network, one at a time: two of 7 billion parameters would fill what training

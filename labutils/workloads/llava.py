@@ -112,7 +112,7 @@ class RewrittenLlava(Rewritten):
         with record_function("encode"):
             x = self.embedded(batch)
         with record_function("forward"):
-            return self.decode(x, batch)
+            return self.decoder(x, batch)
 
     @torch.no_grad()
     def embedded(self, batch: Batch) -> Tensor:

@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.data.images import captioned_images, check_one_crop, collate, image_text_dataset
+from labutils.data.images import captioned_images, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.layers.activation_checkpoint import keeping_products
 from labutils.layers.cuda_graph import CHANNELS_LAST_FORMS, rewrite_layers
@@ -198,7 +198,6 @@ class DiffusionLora(Workload):
         examples = image_text_dataset(images, tokenizer, self.size.resolution)
         if recipe.cache == "nothing":
             return examples
-        check_one_crop(images, self.size.resolution)
         return self._encoded(model, examples, recipe)
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
@@ -209,7 +208,8 @@ class DiffusionLora(Workload):
     def _encoded(self, model: Networks, examples: Dataset, recipe: Recipe) -> EncodedExamples:
         """Every example through the frozen encoders once. What is kept is the posterior, from which
         each step samples anew: keeping one sample of it would train on fewer distinct latents than
-        the plain loop does."""
+        the plain loop does. (An image that isn't square keeps the crop that it was read with, where
+        the plain loop crops it anew each time.)"""
         started = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         parts = []

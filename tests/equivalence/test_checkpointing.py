@@ -126,7 +126,7 @@ def test_selective_checkpointing_does_not_attend_again(attend, operator):
     assert backward.count["aten.mm.default"] == 2 * forward.count["aten.mm.default"]
 
 
-@pytest.mark.parametrize("name", ["sd15-lora", "qwen3-lora-short", "llava-lora"])
+@pytest.mark.parametrize("name", ["sd15-lora", "qwen3-lora-short"])
 def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, tmp_path):
     """Same losses as with everything kept. It spares nearly all wide products that "blocks"
     computes again."""

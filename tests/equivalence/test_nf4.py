@@ -86,12 +86,7 @@ def test_the_articles_example_to_the_digit():
     q = quantise_int(torch.tensor([2.50, -0.70, 0.12, 0.48]))
     assert q.codes.flatten().tolist() == [127, -36, 6, 24]
     assert q.constant.item() == pytest.approx(50.8)
-    assert [f"{value:.4f}" for value in q.restored().tolist()] == [
-        "2.5000",
-        "-0.7087",
-        "0.1181",
-        "0.4724",
-    ]
+    assert q.restored().tolist() == pytest.approx([2.5, -0.7087, 0.1181, 0.4724], abs=5e-5)
 
 
 def test_rows_are_quantised_as_bitsandbytes_int8_does():
@@ -106,7 +101,7 @@ def test_rows_are_quantised_as_bitsandbytes_int8_does():
 
 
 @given(**traits, bits=st.integers(2, 8), block=st.none() | st.integers(1, 100))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_number_is_farther_off_than_half_a_step(n, seed, zeros, outlier, exponent, bits, block):
     x = with_traits(n, seed, zeros, outlier, exponent)
     q = quantise_int(x, bits, block)
@@ -142,7 +137,7 @@ def test_the_papers_construction():
 
 
 @given(**traits, block=st.none() | st.integers(1, 100))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
     x = with_traits(n, seed, zeros, outlier, exponent)
     coded = quantise_to(nf4_math.nf4_levels(), x, block)
@@ -156,7 +151,7 @@ def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
 
 
 @given(**traits, block=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_bytes_and_constants_are_bitsandbytes_own(n, seed, zeros, outlier, exponent, block, dtype):
     x = with_traits(
         n, seed, zeros, outlier, exponent // 8 if dtype == torch.float16 else exponent
@@ -177,15 +172,12 @@ def test_bytes_and_constants_are_bitsandbytes_own(n, seed, zeros, outlier, expon
 
 
 @given(**traits, block=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_restored_weights_are_bitsandbytes_own(n, seed, zeros, outlier, exponent, block, dtype):
     x = with_traits(2 * n, seed, zeros, outlier, exponent).clamp(-6e4, 6e4)
     packed, state = bnb.quantize_4bit(x.to(dtype), blocksize=block, quant_type="nf4")
     ours = NF4(packed.flatten(), state.absmax, x.shape, block)
     assert torch.equal(ours.restored(dtype), restored_by_bitsandbytes(packed, state))
-
-
-# Packing
 
 
 # Double quantisation
@@ -197,7 +189,7 @@ def constants(n: int, seed: int) -> torch.Tensor:
 
 
 @given(n=sizes, seed=seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_constants_are_quantised_as_bitsandbytes_does(n, seed):
     absmax = constants(n, seed)
     differences = absmax - absmax.mean()

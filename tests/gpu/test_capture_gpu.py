@@ -117,18 +117,9 @@ def assert_same_training(found: Outcome, expected: Outcome, rtol: float = 1e-4) 
 CHANGES = {
     "4 micro-batches": {},
     "4 streams": {"streams": 4},
-    "merged": MERGED,
-    "peft": {"adapter": "peft"},
-    "folded": {"adapter": "folded"},
     "folded, streams": {"adapter": "folded", "streams": 3},
-    "cached text": {"cache": "latents+text"},
-    "pinned": {
-        "pin_memory": True,
-        "non_blocking": True,
-        "num_workers": 2,
-        "persistent_workers": True,
-    },
-    "channels last": {"memory_format": "channels_last", "layers": "rewritten"},
+    "peft": {"adapter": "peft"},
+    "pinned": {"pin_memory": True, "non_blocking": True, "num_workers": 2},
     "last rung, not compiled": MERGED
     | {
         "adapter": "folded",
@@ -140,14 +131,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("steps", [1, STEPS])
-def test_the_graph_trains_as_the_eager_loop_does(change, steps, workload):
+def test_the_graph_trains_as_the_eager_loop_does(change, workload):
     eager = EAGER.but(**{k: v for k, v in CHANGES[change].items() if k != "streams"})
     graph = GRAPH.but(**CHANGES[change])
-    assert_same_training(outcome(workload, graph, steps), outcome(workload, eager, steps))
+    assert_same_training(outcome(workload, graph, STEPS), outcome(workload, eager, STEPS))
 
 
-@pytest.mark.parametrize("change", ["4 micro-batches", "merged", "last rung, not compiled"])
+@pytest.mark.parametrize("change", ["4 micro-batches", "last rung, not compiled"])
 def test_the_graph_clips_as_the_eager_loop_does(change, workload):
     change = CHANGES[change] | {"max_grad_norm": 0.02}
     found, expected = (outcome(workload, recipe.but(**change), STEPS) for recipe in (GRAPH, EAGER))
@@ -174,7 +164,7 @@ def test_warming_up_leaves_no_trace(workload):
             )
 
 
-@pytest.mark.parametrize("change", ["4 micro-batches", "4 streams", "folded"])
+@pytest.mark.parametrize("change", ["4 micro-batches", "folded, streams"])
 def test_half_precision_with_its_loss_scale(change, workload):
     change = CHANGES[change] | {"precision": "fp16"}
     eager = EAGER.but(**{k: v for k, v in change.items() if k != "streams"})
@@ -297,25 +287,14 @@ def test_a_graph_resumes(workload, tmp_path):
 def test_compiled_and_captured_it_is_still_the_same(scope, workload):
     torch.compiler.reset()
     cache = "latents+text" if scope == "model" else "nothing"
-    change = MERGED | {
-        "adapter": "folded",
-        "cache": cache,
-        "memory_format": "channels_last",
-        "layers": "rewritten",
-    }
+    change = CHANGES["last rung, not compiled"] | {"cache": cache}
     compiled = {"compile": "default", "compile_scope": scope}
     found = outcome(workload, GRAPH.but(**change, **compiled), STEPS)
     assert_same_training(found, outcome(workload, EAGER.but(**change), STEPS))
 
 
 @pytest.mark.parametrize(
-    ("kernel", "precision", "rtol"),
-    [
-        ("math", "fp32", 1e-4),
-        ("efficient", "fp32", 1e-4),
-        ("flash", "fp16", 0.05),
-        ("efficient", "fp16", 0.05),
-    ],
+    ("kernel", "precision", "rtol"), [("efficient", "fp32", 1e-4), ("flash", "fp16", 0.05)]
 )
 def test_attention_kernels_compute_the_same(kernel, precision, rtol, workload):
     expected = watch(workload, PLAIN.but(precision=precision))
@@ -323,12 +302,10 @@ def test_attention_kernels_compute_the_same(kernel, precision, rtol, workload):
     assert_same_gradients(found.gradients[0], expected.gradients[0], rtol)
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_accelerate_and_the_plain_loop_agree_in_half_precision(precision, workload):
+def test_accelerate_and_the_plain_loop_agree_in_half_precision(workload):
     """Autocast reaches exactly as far in both, and the loss scale is the same."""
     plain, stock = (
-        watch(workload, PLAIN.but(precision=precision, driver=d), 2)
-        for d in ("eager", "accelerate")
+        watch(workload, PLAIN.but(precision="fp16", driver=d), 2) for d in ("eager", "accelerate")
     )
     for mine, expected in zip(stock.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected, rtol=0.02)

@@ -51,11 +51,7 @@ def waiting_is_an_error():
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"loss": "fused"}, {"loss": "answers", "predict": "answers"}],
-    ids=["whole", "fused", "answers"],
-)
+@pytest.mark.parametrize("changes", [{"loss": "fused"}, {"loss": "answers"}], ids=str)
 @pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
 def test_nothing_waits_for_the_device(workload, ours, packed, shapes, changes, waiting_is_an_error):
     """Forward and backward of batches on the device."""

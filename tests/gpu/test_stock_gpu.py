@@ -24,6 +24,7 @@ from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
 from labutils.training import Trainer
 from labutils.workloads import open_workload
+from labutils.workloads.stable_diffusion import SIZES, _networks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,33 +41,9 @@ TOLERANCE = 0.15
 
 
 def networks() -> tuple:
-    """Stable Diffusion 1.5's UNet, VAE, text encoder and noise schedule from their published
-    configurations.
-    """
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    widths = {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    }
-    with torch.device("cuda"):
-        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
-        vae = AutoencoderKL(
-            block_out_channels=(128, 256, 512, 512),
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            layers_per_block=2,
-            sample_size=512,
-        )
-        text_encoder = CLIPTextModel(
-            CLIPTextConfig(vocab_size=49408, hidden_act="quick_gelu", **widths)
-        )
-    assert sum(p.numel() for p in unet.parameters()) == 859_520_964
-    schedule = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
-    return unet, vae, text_encoder, schedule
+    """Stable Diffusion 1.5's UNet, VAE, text encoder and noise schedule, with random weights."""
+    made = _networks(SIZES["full"], torch.device("cuda"))
+    return made.unet, made.vae, made.text_encoder, made.scheduler
 
 
 def examples(cache_dir: Path, tokenizer: Callable) -> torch.utils.data.Dataset:
@@ -78,7 +55,6 @@ def examples(cache_dir: Path, tokenizer: Callable) -> torch.utils.data.Dataset:
         [
             transforms.Resize(512, interpolation=transforms.InterpolationMode.LANCZOS),
             transforms.RandomCrop(512),
-            transforms.Lambda(lambda image: image),  # no random flip
             transforms.ToTensor(),
             transforms.Normalize([0.5], [0.5]),
         ]
@@ -86,25 +62,17 @@ def examples(cache_dir: Path, tokenizer: Callable) -> torch.utils.data.Dataset:
 
     def transformed(rows: dict) -> dict:
         rows["pixel_values"] = [prepare(image.convert("RGB")) for image in rows["image"]]
-        words = tokenizer(
-            list(rows["text"]),
-            max_length=77,
-            padding="max_length",
-            truncation=True,
-            return_tensors="pt",
-        )
-        rows["input_ids"] = words.input_ids
+        rows["input_ids"] = tokenizer(
+            list(rows["text"]), padding="max_length", truncation=True, return_tensors="pt"
+        ).input_ids
         return rows
 
     return captioned_images(cache_dir, IMAGES).with_transform(transformed)
 
 
 def stacked(rows: list[dict]) -> dict:
-    pixels = (
-        torch.stack([row["pixel_values"] for row in rows])
-        .to(memory_format=torch.contiguous_format)
-        .float()
-    )
+    pixels = torch.stack([row["pixel_values"] for row in rows])
+    pixels = pixels.to(memory_format=torch.contiguous_format).float()
     return {"pixel_values": pixels, "input_ids": torch.stack([row["input_ids"] for row in rows])}
 
 
@@ -123,20 +91,15 @@ class Script:
             gradient_accumulation_steps=ACCUMULATION,
             mixed_precision="fp16",
             log_with="tensorboard",
-            project_config=ProjectConfiguration(
-                project_dir=str(folder), logging_dir=str(folder / "logs")
-            ),
+            project_config=ProjectConfiguration(str(folder), str(folder / "logs")),
         )
         self.unet, self.vae, self.text_encoder, self.schedule = networks()
         for network in (self.unet, self.vae, self.text_encoder):
             network.requires_grad_(False)
             network.to(self.accelerator.device, dtype=torch.float16)
         targets = ["to_k", "to_q", "to_v", "to_out.0"]
-        self.unet.add_adapter(
-            LoraConfig(
-                r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=targets
-            )
-        )
+        initial = {"lora_alpha": RANK, "init_lora_weights": "gaussian"}
+        self.unet.add_adapter(LoraConfig(r=RANK, target_modules=targets, **initial))
         cast_training_params(self.unet, dtype=torch.float32)
         # An iterator, which the optimizer exhausts: what is clipped later is nothing, as in the
         # script.

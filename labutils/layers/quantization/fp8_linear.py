@@ -72,18 +72,14 @@ class FrozenLinear(nn.Module):
         """Choose what depends on the device."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype not in INPUTS:
+        if x.shape[-1:] != (self.in_features,):
             raise ValueError(
-                f"The input is {tuple(x.shape)} in {x.dtype}; this layer takes (..., "
-                f"{self.in_features}) in float16, bfloat16 or float32."
+                f"The input is {tuple(x.shape)}; this layer takes (..., {self.in_features})."
             )
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
     def _apply(self, fn, recurse: bool = True):
         before = {name: getattr(self, name).data for name in self.kept}
@@ -124,21 +120,17 @@ class FrozenFP8Linear(FrozenLinear):
 def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
     """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a
     frozen low-bit layer."""
-    if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
-        raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in low "
-            "bits: it takes a matrix of floating-point numbers."
-        )
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError(
             "This layer is trained, and a frozen layer has no gradient for its weight. Freeze it "
             "first: layer.requires_grad_(False)."
         )
-    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
+    sides = [side % MULTIPLE for side in weight.shape]
+    if sides != [0, 0] or not weight.is_floating_point():
         raise ValueError(
-            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted: both "
-            f"must be multiples of {MULTIPLE}. Leave it out: frozen_linears(model) lists those "
-            "that go."
+            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in low "
+            f"bits: it takes a matrix of floating-point numbers, both sides multiples of "
+            f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
         )
     if not weight.is_meta and not weight.float().isfinite().all():
         raise ValueError("This weight holds NaN or infinity. Check where it was loaded.")
