@@ -65,6 +65,7 @@ def llava_tokenizer(words: int) -> PreTrainedTokenizerFast:
     ones.
     """
     from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = _byte_pairs(LLAVA_TEXTS, min(words, 512), ("<unk>", "<s>", "</s>"), unk="<unk>")
     tokenizer.add_tokens([f"unused{index}" for index in range(tokenizer.get_vocab_size(), words)])
@@ -72,8 +73,9 @@ def llava_tokenizer(words: int) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    return _as_fast(
-        tokenizer,
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="right",
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
@@ -100,12 +102,6 @@ def _byte_pairs(
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _as_fast(tokenizer: Tokenizer, **special: Any) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special)
 
 
 LLAVA_TEXTS = (
@@ -179,6 +175,8 @@ def chat_tokenizer(family: str, words: int) -> PreTrainedTokenizerFast:
 
     It has at most `words` ids, all of them below the models' vocabulary sizes.
     """
+    from transformers import PreTrainedTokenizerFast
+
     form = CHAT_FORMS[family]
     texts = (written(kind, index, 400) for kind in (SHORT, LONG) for index in range(150))
     parts = (
@@ -186,8 +184,9 @@ def chat_tokenizer(family: str, words: int) -> PreTrainedTokenizerFast:
     )
     # in bytes: a real vocabulary's Japanese words have some four letters at most
     tokenizer = _byte_pairs(parts, min(words, CHAT_WORDS), form.special, max_token_length=12)
-    return _as_fast(
-        tokenizer,
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="right",
         pad_token=form.special[0],
         eos_token=form.end,
         additional_special_tokens=list(form.special),

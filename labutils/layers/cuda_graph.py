@@ -209,9 +209,8 @@ def _after_a_failed_recording(stream: torch.cuda.Stream) -> None:
     model's weights say, would fail. The end of a recording that succeeds puts the generator right.
     """
     torch.cuda.set_stream(stream)
-    with suppress(
-        RuntimeError
-    ):  # of a GPU that fails at everything from here on, the first failure tells more
+    # Of a GPU that fails at everything from here on, the first failure tells more.
+    with suppress(RuntimeError):
         torch.cuda.synchronize()
         number = torch.zeros(1, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -238,21 +237,16 @@ class Captured:
         """A failure is `function`'s own: ending a recording that broke off fails too, and says
         less.
         """
-        here, first = torch.cuda.current_stream(), None
+        here, recording = torch.cuda.current_stream(), torch.cuda.graph(self.graph)
         try:
-            with torch.cuda.graph(self.graph):
-                try:
-                    function()
-                except Exception as error:
-                    first = error
-                    raise
-        except Exception as error:
+            recording.__enter__()
+            function()
+            recording.__exit__(None, None, None)
+        except Exception:
+            with suppress(Exception):
+                recording.__exit__(None, None, None)
             _after_a_failed_recording(here)
-            raise (first or error) from None
-        finally:
-            # it would hold this frame, which holds it, and so the tensors of all that it came
-            # through
-            del first
+            raise
 
     def _warm_up(self, function: Callable[[], Any], state: Callable[[], list[Tensor]]) -> None:
         before = {id(tensor): tensor.detach().clone() for tensor in state()}
@@ -265,9 +259,8 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         with torch.no_grad():
-            for (
-                tensor
-            ) in state():  # what did not exist before (an optimizer's moments) started from zero
+            for tensor in state():
+                # What did not exist before (an optimizer's moments) started from zero.
                 tensor.copy_(before[id(tensor)]) if id(tensor) in before else tensor.zero_()
         torch.cuda.set_rng_state(random)
 

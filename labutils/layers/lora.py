@@ -161,13 +161,11 @@ def attach_lora(
     attach = _attach_peft if kind == "peft" else _attach_plain
     with torch.random.fork_rng(devices=[]):  # new layers draw weights, which are thrown away
         attach(module, names, rank, alpha, name)
+    module.requires_grad_(False)
     for layer in lora_layers(module).values():
-        layer.set_adapter(name)
+        layer.set_adapter(name)  # its weights alone are trained
     redraw_lora(module, seed, name)
-    trained = {id(parameter) for parameter in _parameters(module, name)}
-    for parameter in module.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
-    return [p for p in module.parameters() if id(p) in trained]
+    return [p for p in module.parameters() if p.requires_grad]
 
 
 def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:

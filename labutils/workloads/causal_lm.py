@@ -36,7 +36,6 @@ from labutils.data.texts import (
     from_hub,
 )
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
-from labutils.layers.grouped_moe import register_experts
 from labutils.layers.packed_attention import register_attention
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, refuse, remembered
@@ -115,8 +114,6 @@ class LanguageLora(DecoderWorkload):
         options = _implementations(self.size)
         if self.size.experts:  # published with 4-bit experts; unpacked, as random weights come
             options["quantization_config"] = Mxfp4Config(dequantize=True)
-        register_attention()
-        register_experts()
         return AutoModelForCausalLM.from_pretrained(self.hub, dtype=dtype, **options)
 
     def publish(self, folder: Path, seed: int = 0) -> None:
@@ -174,7 +171,6 @@ def build_lm(size: Size, device: torch.device, dtype: torch.dtype) -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     register_attention()
-    register_experts()
     sizes: dict[str, Any] = {
         "vocab_size": size.words,
         "hidden_size": size.width,

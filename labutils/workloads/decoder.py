@@ -35,7 +35,9 @@ from labutils.layers.activation_checkpoint import (
     recomputing_within,
 )
 from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
+from labutils.layers.grouped_moe import register_experts
 from labutils.layers.lora import attach_lora, save_adapter
+from labutils.layers.packed_attention import register_attention
 from labutils.layers.quantization.convert import (
     BYTES_READ,
     convert_base,
@@ -299,8 +301,10 @@ class DecoderWorkload(Workload):
         if recipe.layers == "published":
             model: Published | Rewritten = Published(network)
         else:
+            register_attention()
             language.config._attn_implementation = "documents"
             if self.size.experts:
+                register_experts()
                 network.config._experts_implementation = "frozen"
             longest = self.layout(recipe).longest if recipe.shapes == "packed" else None
             model = self.rewrites(network, recipe.loss, longest)

@@ -29,7 +29,6 @@ from labutils.data.anyres import Collate, Examples, Geometry
 from labutils.data.images import image_sizes, leaf_images
 from labutils.data.packing import Layout
 from labutils.data.tokenizers import hub_tokenizer, llava_processor, llava_tokenizer
-from labutils.layers.packed_attention import register_attention
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe
 from labutils.workloads.base import DTYPES, Batch, refuse, remembered
@@ -324,6 +323,5 @@ def build_llava(size: Size, device: torch.device, dtype: torch.dtype) -> nn.Modu
         image_seq_length=size.geometry.side**2,
         attn_implementation="sdpa",
     )
-    register_attention()
     with built_in(dtype, device):
         return LlavaNextForConditionalGeneration(config).eval()

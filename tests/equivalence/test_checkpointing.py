@@ -59,14 +59,6 @@ def test_rooms_are_used_again_and_not_before():
     assert len(parking.free) == 6
 
 
-def test_a_tensor_longer_than_expected_has_a_room_of_its_own():
-    parking, short, long = Parking(room_bytes=64), torch.randn(2, 8), torch.randn(5, 8)
-    for tensor in (short, long, short):
-        assert torch.equal(parking.park(tensor).back(), tensor)
-    gc.collect()
-    assert sorted(room.nbytes for room in parking.free) == [64, 160]
-
-
 def test_the_second_pass_computes_in_the_first_ones_dtype():
     dtypes = []
     layer = nn.Linear(8, 8)

@@ -127,14 +127,6 @@ def test_other_layers_stay_what_they_are(layer):
     assert torch.equal(layer(x), expected)
 
 
-@pytest.mark.parametrize("layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)], ids=str)
-def test_outside_a_compiled_region_nothing_changes(layer, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    x = image(2, 8, 5)
-    expected = layer(x)
-    assert torch.equal(rewritten(layer)(x), expected)
-
-
 def test_compiled_the_forms_compute_the_same(monkeypatch):
     """All of them, through the compiler's code generator, forward and backward to the input: their
     weights are frozen.

@@ -9,7 +9,13 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders_at_work import assert_resumes_where_it_stopped, batch_of, outcome, outcome_of
+from decoders_at_work import (
+    assert_resumes_where_it_stopped,
+    batch_of,
+    losses_of,
+    outcome,
+    outcome_of,
+)
 from recipes_at_work import Products, adapter_gradients, assert_same_gradients, one_thread, perturb
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,7 +29,7 @@ from labutils.layers.lora import attach_lora, count_parameters, count_trainable,
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
 from labutils.training import Trainer
-from labutils.workloads import open_workload
+from labutils.workloads import SCALES, open_workload
 from labutils.workloads.base import Work, around_the_same
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
 from labutils.workloads.decoder import (
@@ -120,13 +126,13 @@ def test_the_architectures_are_the_published_ones_to_the_parameter(
     assert count_trainable(network) == trained
 
 
-@pytest.mark.parametrize("scale", ["tiny", "small"])
 @pytest.mark.parametrize(
     ("build", "sizes"), [(build_lm, QWEN3), (build_lm, GPT_OSS), (build_llava, SIZES)]
 )
-def test_every_scale_has_every_kind_of_layer(build, sizes, scale):
-    full, other = (build(sizes[s], META, torch.float32) for s in ("full", scale))
-    assert {type(m).__name__ for m in other.modules()} == {type(m).__name__ for m in full.modules()}
+def test_every_scale_has_every_kind_of_layer(build, sizes):
+    models = [build(sizes[scale], META, torch.float32) for scale in SCALES]
+    kinds = [{type(module).__name__ for module in model.modules()} for model in models]
+    assert kinds[0] == kinds[1] == kinds[2]
 
 
 def test_configurations_are_the_published_ones():
@@ -142,16 +148,13 @@ def test_configurations_are_the_published_ones():
     assert llava.image_grid_pinpoints[:2] == [[336, 672], [672, 336]]
 
 
-@pytest.mark.parametrize("adapter", ["peft", "plain"])
-def test_what_is_trained(workload, adapter):
+def test_what_is_trained(workload):
     """All seven projections of the decoder's blocks; of gpt-oss attention alone."""
-    model = workload.build(BASE.but(adapter=adapter))
+    model = workload.build(BASE)
     trained = [name for name, p in model.network.named_parameters() if p.requires_grad]
     expected = ATTENTION if workload.name.startswith("gpt-oss") else TARGETS
-    assert len(trained) == 2 * 2 * len(expected)
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} == set(expected)
-    assert not any("vision" in name for name in trained)
-    assert {p.dtype for p in model.network.parameters() if p.requires_grad} == {torch.float32}
+    assert len(trained) == 2 * 2 * len(expected) and not any("vision" in name for name in trained)
 
 
 def test_trainers_share_the_frozen_weights_until_they_are_released(workload):
@@ -228,16 +231,14 @@ def test_rows_without_padding_are_our_packed_ones(qwen3):
 
 
 @pytest.mark.parametrize("predict", ["everything", "answers"])
-def test_the_loss_is_that_of_the_tokens_to_be_predicted(workload, predict):
+def test_the_loss_is_that_of_the_tokens_to_be_predicted(qwen3, predict):
     """By hand: logits of transformers' model at the places before them."""
-    if predict == "everything" and workload.name.startswith("llava"):
-        pytest.skip("most of a prompt is an image")
     recipe = BASE.but(predict=predict)
-    model, example = workload.build(recipe), workload.dataset(None, recipe)[3]
-    batch = workload.collate(recipe)([example])
+    model, example = qwen3.build(recipe), qwen3.dataset(None, recipe)[3]
+    batch = qwen3.collate(recipe)([example])
     with torch.no_grad():
         logits = model.network(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
-        loss = workload.loss(model, batch, {})
+        loss = qwen3.loss(model, batch, {})
     wanted = example["labels"][1:] != IGNORED
     assert wanted.all() == (predict == "everything")
     expected = F.cross_entropy(logits[:-1][wanted], example["labels"][1:][wanted])
@@ -287,20 +288,15 @@ def test_peft_adapts_4_bits_with_its_own_layer(qwen3):
 
 
 def test_forms_of_batches(workload):
-    examples = [workload.example_sizes(BASE)[i] for i in FIVE]
-    lengths, budget = [e.tokens for e in examples], workload.token_budget(BASE)
-    batches = {
-        name: batch_of(workload, recipe.but(layers="rewritten"), FIVE)
-        for name, recipe in SHAPES.items()
-    }
-    assert batches["as-they-come"]["input_ids"].shape == (5, max(lengths))
-    assert batches["padded"]["input_ids"].shape == (5, budget)
-    buckets = {-(-budget * k // BUCKETS) for k in range(1, BUCKETS + 1)}
-    assert batches["buckets"]["input_ids"].shape[1] in buckets
-    assert batches["packed"]["input_ids"].shape[0] < 5
-    assert batches["packed"]["input_ids"].shape[1] == workload.token_budget(PACKED)
-    for batch in batches.values():
-        assert (batch["input_ids"] != workload.pad).sum() == sum(lengths)
+    lengths = [workload.example_sizes(BASE)[index].tokens for index in FIVE]
+    budget, shape = workload.token_budget(BASE), {}
+    for name, recipe in SHAPES.items():
+        ids = batch_of(workload, recipe.but(layers="rewritten"), FIVE)["input_ids"]
+        assert (ids != workload.pad).sum() == sum(lengths)
+        shape[name] = ids.shape
+    assert shape["as-they-come"] == (5, max(lengths)) and shape["padded"] == (5, budget)
+    assert shape["buckets"][1] in {-(-budget * k // BUCKETS) for k in range(1, BUCKETS + 1)}
+    assert shape["packed"][0] < 5 and shape["packed"][1] == workload.token_budget(PACKED)
 
 
 def test_what_a_packed_batch_holds(workload):
@@ -422,9 +418,7 @@ def test_article_methods_train(qwen3, method):
     assert trainer.losses[0] == pytest.approx(6.93, abs=0.3)  # log of the vocabulary
 
 
-@pytest.mark.parametrize(
-    ("name", "ladder"), [(NAMES[0], A3_LADDER), (NAMES[1], A3_LADDER), (NAMES[2], A2_LADDER)]
-)
+@pytest.mark.parametrize(("name", "ladder"), [(NAMES[1], A3_LADDER), (NAMES[2], A2_LADDER)])
 def test_a_ladder_ends_where_it_trains(name, ladder):
     last = list(climb(ladder).values())[-1].but(compile="off")
     with Trainer(opened(name), last) as trainer:
@@ -433,10 +427,8 @@ def test_a_ladder_ends_where_it_trains(name, ladder):
 
 def test_titles_are_learned(qwen3):
     fast = {"learning_rate": 2e-2, "optimizer": "adamw-fused", "token_budget": 4096}
-    with Trainer(qwen3, PACKED.but(micro_batch=1, loss="answers", **fast)) as trainer:
-        trainer.run(12)
-        trainer.driver.log.flush()
-    assert max(trainer.losses[-3:]) < trainer.losses[0] - 0.3
+    losses = losses_of(qwen3, PACKED.but(micro_batch=1, loss="answers", **fast), 12)
+    assert max(losses[-3:]) < losses[0] - 0.3
 
 
 def test_a_packed_run_resumes_where_it_stopped(workload, tmp_path):
@@ -511,21 +503,6 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
         gradients.append(adapter_gradients(model.network))
     assert_same_gradients(gradients[1], gradients[0], rtol=1e-4)
     assert products[1] - products[0] == len(qwen3.units(models[0])) * (21 - 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "within"),
-    [
-        ("qwen3-lora-long", {}, True),
-        ("qwen3-lora-long", {"compile": "off"}, False),
-        ("qwen3-lora-long", {"compile_scope": "model"}, False),
-        ("gpt-oss-lora-long", {}, False),
-    ],
-)
-def test_whose_checkpoint_is_compiled_with_the_block(name, change, within):
-    model = opened(name).build(OURS.but(**(WITHIN | change)))
-    for layer in model.network.model.layers:
-        assert ("forward" in vars(layer), layer.gradient_checkpointing) == (within, not within)
 
 
 # -------------------------------------------------------------------------------------------------

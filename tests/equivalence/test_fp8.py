@@ -40,16 +40,6 @@ def test_every_code_means_what_pytorch_says(fmt):
 
 
 @formats
-def test_every_number_has_its_code(fmt):
-    numbers = decode(ALL_CODES, fmt)
-    finite = numbers.isfinite()
-    assert torch.equal(encode(numbers, fmt)[finite], ALL_CODES[finite])
-    back = encode(numbers, fmt, saturate=False)
-    assert torch.equal(back[~numbers.isnan()], ALL_CODES[~numbers.isnan()])
-    assert decode(back, fmt)[numbers.isnan()].isnan().all()
-
-
-@formats
 def test_ties_go_to_the_even_code(fmt):
     numbers = fp8_math.numbers(fmt).double()
     middles = (numbers[1:] + numbers[:-1]) / 2
@@ -140,18 +130,6 @@ def test_each_group_fills_the_range_and_is_restored_to_within_its_rounding(
     half_step = x.abs() * 2.0 ** -(fmt.mantissa_bits + 1)
     subnormal = (q.inverse * fmt.smallest / 2).expand_as(q.values).reshape(x.shape)
     assert (error <= torch.maximum(half_step, subnormal) * 1.001).all()
-
-
-def test_block_scales_are_powers_of_two_that_e8m0_holds():
-    x = (
-        torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
-        * torch.logspace(-8, 8, 8)[:, None]
-    )
-    q = quantise(x, "block")
-    assert q.values.shape == (8, 4, 32)
-    assert q.inverse.shape == (8, 4, 1)
-    assert torch.equal(torch.frexp(q.inverse)[0], torch.full_like(q.inverse, 0.5))
-    assert torch.equal(q.inverse.to(torch.float8_e8m0fnu).float(), q.inverse)
 
 
 def test_what_is_lost_is_counted():

@@ -10,11 +10,9 @@ import torch
 from recipes_at_work import (
     PLAIN,
     Watched,
-    adapter_gradients,
     assert_same_gradients,
     assert_same_path,
     one_thread,
-    perturb,
     sd_workload,
     watch,
     watch_trainer,
@@ -223,19 +221,6 @@ def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[s
     loss = torch.stack(losses).mean()
     gradients = torch.autograd.grad(loss, list(matrices.values()))
     return dict(zip(matrices, (g.float() for g in gradients), strict=True)), loss.item()
-
-
-def test_accumulation_adds_the_micro_batches_gradients(workload, plain):
-    """Each micro-batch alone, its gradient divided by four, summed by hand."""
-    with Trainer(workload, PLAIN) as trainer:
-        perturb(trainer.model.unet)
-        total: dict[str, Tensor] = {}
-        for batch, draws in plain.seen[:4]:
-            trainer.optimizer.zero_grad()
-            workload.loss(trainer.model, batch, draws).backward()
-            for name, gradient in adapter_gradients(trainer.model.unet).items():
-                total[name] = total.get(name, 0) + gradient / 4
-    assert_same_gradients(plain.gradients[0], total, rtol=1e-5)
 
 
 def test_the_step_is_adamws_on_the_clipped_gradient(workload):

@@ -11,14 +11,11 @@ import torch
 from recipes_at_work import PLAIN, adapter_gradients, assert_same_gradients, copied, perturb, watch
 from torch import Tensor
 
-from labutils.labs.ladders import A1_LADDER, climb
 from labutils.layers.cuda_graph import WARM_UP, Captured
 from labutils.layers.lora import adapter_state
 from labutils.recipe import Recipe
 from labutils.training import Trainer
-from labutils.training.batches import Batches
 from labutils.training.logs import RingLog
-from labutils.training.step import DRIVERS, GraphStep
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -191,46 +188,6 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(recipe, workload)
     )
 
 
-class Careless(GraphStep):
-    """One micro-step recorded, with gradients that the recording allocates: each replay replaces
-    the one before.
-    """
-
-    def step(self, batches: Batches) -> None:
-        for parameter in self.context.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        for _ in range(self.context.recipe.accumulation):
-            self._take([next(batches)])
-            if self.captured is None:
-                self.captured = Captured(self._micro_step, self._state)
-            self.captured()
-        self.update()
-        self.log.end_step()
-
-    def _micro_step(self) -> None:
-        for parameter in self.context.parameters:
-            parameter.grad = None
-        loss = self.loss(self.inputs[0])
-        self.log.micro_step(loss)
-        self.scaler.scale(loss / self.context.recipe.accumulation).backward()
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_gradients_that_a_recording_allocates_are_noticed(accumulation, workload, monkeypatch):
-    """The checks above can fail: they do where micro-batches' gradients replace each other, and
-    only there.
-    """
-    expected = outcome(workload, EAGER.but(accumulation=accumulation), 2)
-    monkeypatch.setitem(DRIVERS, "graph", Careless)
-    found = outcome(workload, GRAPH.but(accumulation=accumulation), 2)
-    if accumulation == 1:
-        assert_same_training(found, expected)
-    else:
-        with pytest.raises(AssertionError, match="off"):
-            assert_same_gradients(found.gradients, expected.gradients)
-
-
 def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind():
     stream, x = torch.cuda.current_stream(), torch.ones(8, device="cuda")
     times = iter(range(10))
@@ -293,15 +250,6 @@ def test_compiled_and_captured_it_is_still_the_same(scope, workload):
     assert_same_training(found, outcome(workload, EAGER.but(**change), STEPS))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "precision", "rtol"), [("efficient", "fp32", 1e-4), ("flash", "fp16", 0.05)]
-)
-def test_attention_kernels_compute_the_same(kernel, precision, rtol, workload):
-    expected = watch(workload, PLAIN.but(precision=precision))
-    found = watch(workload, PLAIN.but(precision=precision, attention=kernel))
-    assert_same_gradients(found.gradients[0], expected.gradients[0], rtol)
-
-
 def test_accelerate_and_the_plain_loop_agree_in_half_precision(workload):
     """Autocast reaches exactly as far in both, and the loss scale is the same."""
     plain, stock = (
@@ -310,13 +258,3 @@ def test_accelerate_and_the_plain_loop_agree_in_half_precision(workload):
     for mine, expected in zip(stock.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected, rtol=0.02)
     assert stock.losses == pytest.approx(plain.losses, rel=1e-3)
-
-
-def test_every_rung_of_the_ladder_trains(workload):
-    """At tiny, uncompiled: each recipe runs, and its loss stays one."""
-    for name, recipe in climb(A1_LADDER).items():
-        with Trainer(workload, recipe.but(compile="off")) as running:
-            running.run(3)
-            running.driver.log.flush()
-            assert len(running.losses) == 3, name
-            assert all(0.1 < loss < 10 for loss in running.losses), name

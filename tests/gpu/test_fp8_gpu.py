@@ -23,7 +23,7 @@ from labutils.layers.quantization.convert import (
     frozen_linears,
     transformer_engine,
 )
-from labutils.layers.quantization.fp8_linear import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
+from labutils.layers.quantization.fp8_linear import PRODUCTS, FrozenFP8Linear, quantise_rows
 from labutils.layers.quantization.fp8_math import (
     E4M3,
     E5M2,
@@ -92,21 +92,7 @@ def test_fast_accumulation_costs_little_against_the_rounding():
 
 
 @fp8_only
-@pytest.mark.parametrize("dtype", INPUTS)
-@pytest.mark.parametrize("shape", [(5, 577, 1024), (1024,)])
-def test_forward_and_gradient_are_float32s_to_within_the_rounding(shape, dtype):
-    linear, layer = layer_pair(1024, 512)
-    assert layer.kind != "emulated"
-    x, dy = random(*shape).to(dtype), random(*shape[:-1], 512, seed=1).to(dtype)
-    y, dx = passes(layer, x, dy)
-    exact_y, exact_dx = passes(linear, x.float(), dy.float())
-    assert (y.dtype, dx.dtype) == (dtype, dtype)
-    assert relative_error(y, exact_y) < TOLERANCE
-    assert relative_error(dx, exact_dx) < TOLERANCE
-
-
-@fp8_only
-@pytest.mark.parametrize("rows", [0, 1, 15, 577])
+@pytest.mark.parametrize("rows", [0, 15, 577])
 def test_the_gpu_computes_what_the_cpu_emulates(rows):
     _, layer = layer_pair(256, 128)
     x, dy = random(rows, 256), random(rows, 128, seed=1)
@@ -219,15 +205,3 @@ def test_the_ways_to_multiply_agree():
     for kind in lab05_fp8_products.PRODUCT_KINDS:
         limit = 5e-3 if kind == lab05_fp8_products.BF16 else TOLERANCE
         assert relative_error(lab05_fp8_products._call(kind, x, weight)(), exact) < limit, kind
-
-
-@pytest.mark.parametrize("kind", ["published", *MAKERS])
-def test_what_a_layer_holds_at_rest_and_running(kind):
-    try:
-        found = lab05_fp8_products.layer_costs(kind, 256, 2048, 2048, "cuda", torch.bfloat16)
-    except Unavailable as error:
-        pytest.skip(str(error))
-    rest = {"published": 2, "fp8-frozen": 1, "fp8-te": 2, "fp8-torchao": 2}.get(kind, 0.52)
-    assert found["bytes_a_parameter"] == pytest.approx(rest, rel=0.05)
-    extra = found["bytes_a_parameter_running"] - found["bytes_a_parameter"]
-    assert extra < 0.3 or kind in ("fp8-te", "fp8-torchao")
