@@ -36,7 +36,9 @@ RESOLUTION = 512
 # -------------------------------------------------------------------------- the datasets
 
 
-def captioned_images(cache_dir: Path, count: int, data: str = "generated") -> datasets.Dataset:
+def captioned_images(
+    cache_dir: str | Path, count: int, data: str = "generated"
+) -> datasets.Dataset:
     """`count` images with captions: columns `image` (decoded when read) and `text`.
 
     `data="generated"` draws PNG files like the real ones once into `cache_dir`; `data="hub"` loads
@@ -46,15 +48,15 @@ def captioned_images(cache_dir: Path, count: int, data: str = "generated") -> da
     import datasets
 
     if data == "hub":
-        return first_rows(CAPTIONED, count, cache_dir)
-    folder = cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed0"
+        return first_rows(CAPTIONED, count, Path(cache_dir))
+    folder = Path(cache_dir) / "images" / f"drawn-v{drawings.VERSION}-seed0"
     paths = drawings.draw_images(folder, count)
     texts = [drawings.caption(index) for index in range(count)]
     return _rows(paths, "text", texts, datasets.Value("string"))
 
 
 def leaf_images(
-    cache_dir: Path, count: int, data: str = "generated", varied_for: int | None = None
+    cache_dir: str | Path, count: int, data: str = "generated", varied_for: int | None = None
 ) -> datasets.Dataset:
     """`count` photographs with their class: columns `image` (decoded when read) and `labels` (an
     index of `drawings.LEAF_CLASSES`).
@@ -69,9 +71,9 @@ def leaf_images(
     if data == "hub" and varied_for:
         raise ValueError(f"{LEAVES} has images of one size only. Use data='generated' here.")
     if data == "hub":
-        return first_rows(LEAVES, count, cache_dir)
+        return first_rows(LEAVES, count, Path(cache_dir))
     kind = f"varied{varied_for}" if varied_for else "beans"
-    folder = cache_dir / "leaves" / f"{kind}-v{drawings.LEAF_VERSION}"
+    folder = Path(cache_dir) / "leaves" / f"{kind}-v{drawings.LEAF_VERSION}"
     paths = drawings.draw_leaves(folder, count, varied_for)
     classes = datasets.ClassLabel(names=list(drawings.LEAF_CLASSES))
     return _rows(paths, "labels", [drawings.leaf_class(index) for index in range(count)], classes)

@@ -30,8 +30,7 @@ class Layout:
 
     budget: tokens of a row that has a fixed length. tiles: tiles that a row of that length may
     bring. segments: examples that it holds at most. multiple: what all rows' lengths are a multiple
-    of. longest: tokens of the longest example, where attention may count on it; 0: only a row's
-    length is known.
+    of. longest: tokens of the longest example, which attention in packed rows counts on.
     """
 
     shapes: str
@@ -186,27 +185,21 @@ def _summands(lengths: Sequence[int], reachable: Sequence[int], total: int) -> l
 
 
 def left_over(left: int, longest: int) -> list[int]:
-    """What is left of a row, as documents that aren't longer than the `longest` example (0: as
-    one).
-    """
-    whole = left if longest == 0 else longest
-    return [min(whole, left - start) for start in range(0, left, whole)] if left else [0]
+    """What is left of a row, as documents that aren't longer than the `longest` example."""
+    return [min(longest, left - start) for start in range(0, left, longest)] or [0]
 
 
-def boundaries(
-    rows: Sequence[Sequence[int]], length: int, segments: int, longest: int = 0
-) -> Tensor:
+def boundaries(rows: Sequence[Sequence[int]], length: int, segments: int, longest: int) -> Tensor:
     """Where each document of a batch of flattened rows starts and ends, int32 [rows * (segments +
     rest) + 1].
 
     rows: the lengths of each row's documents, at most `segments`; what is left of a row of `length`
-    tokens makes more, at most `rest` of them, as none may be longer than the `longest` (0: whatever
-    is left is one). Empty ones at the end make up for those that aren't there, so that the shape
-    stays the same.
+    tokens makes more, at most `rest` of them, as none may be longer than the `longest` example.
+    Empty ones at the end make up for those that aren't there, so that the shape stays the same.
     """
     documents = [[*row, *left_over(length - sum(row), longest)] for row in rows]
     marks = list(itertools.accumulate(itertools.chain(*documents), initial=0))
-    wanted = 1 + len(rows) * (segments + (math.ceil(length / longest) if longest else 1))
+    wanted = 1 + len(rows) * (segments + math.ceil(length / longest))
     return torch.tensor(marks + [marks[-1]] * (wanted - len(marks)), dtype=torch.int32)
 
 

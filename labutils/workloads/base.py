@@ -97,7 +97,7 @@ class Workload(ABC):
     libraries: ClassVar[tuple[str, ...]]
     """Modules that building it imports: see `import_unseen`."""
     epoch_length: int = EPOCH
-    """Examples of an epoch at least, where there are fewer: see `data.images.make_loader`."""
+    """The least number of examples in an epoch: see `data.loader.make_loader`."""
     steps_vary: ClassVar[bool] = False
     """Whether batches differ in what they take in: see `work_of`."""
     takes: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -124,8 +124,8 @@ class Workload(ABC):
     def opened_as(self) -> dict[str, Any]:
         """The arguments of `open_workload` that open the same workload in another process, as plain
         data; the device is that process's own."""
-        told = {key: getattr(self, key) for key in ("name", "scale", "weights", "data")}
-        return told | {"cache_dir": str(self.cache_dir)}
+        arguments = {key: getattr(self, key) for key in ("name", "scale", "weights", "data")}
+        return arguments | {"cache_dir": str(self.cache_dir)}
 
     @property
     @abstractmethod
@@ -179,7 +179,7 @@ class Workload(ABC):
         """What chooses each micro-batch's examples where their number varies; None:
         `recipe.micro_batch` at random.
 
-        It offers `length` (rows an epoch) and `go_to(epoch, start)`, as `data.images.EpochOrder`
+        It offers `length` (rows an epoch) and `go_to(epoch, start)`, as `data.loader.EpochOrder`
         does.
         """
         return None
@@ -227,8 +227,8 @@ class Workload(ABC):
             yield
 
     def shared(self, key: Any, make: Callable[[], nn.Module], at_most: int = 1) -> nn.Module:
-        """The frozen networks that depend on `key`: made once, and held for all trainers. Of
-        `at_most` so many, the one that was asked for longest ago makes room for another."""
+        """The frozen networks that depend on `key`: made once, and held for all trainers. No more
+        than `at_most` are held; the one that was asked for longest ago makes room for another."""
         if key in self._held:
             self._held[key] = self._held.pop(key)
         else:
@@ -238,8 +238,8 @@ class Workload(ABC):
         return self._held[key]
 
     def release_weights(self) -> None:
-        """Forget the weights that trainers share; they stay with trainers that run. The next that
-        shares them makes them anew, and one that has its own has the room for itself."""
+        """Forget the weights that trainers share. Trainers that run keep theirs; the next one makes
+        them anew."""
         held = bool(self._held)
         self._held.clear()
         # On a GPU in any case: a trainer that ended before holds memory until its circles of

@@ -120,11 +120,10 @@ def test_geglu(width, outer, n):
     ],
     ids=str,
 )
-def test_other_layers_stay_what_they_are(layer):
-    kind, x = type(layer), image(2, 4, 4)
+def test_other_layers_compute_what_they_did(layer):
+    x = image(2, 4, 4)
     expected = layer(x)
-    assert type(rewritten(layer)) is kind
-    assert torch.equal(layer(x), expected)
+    assert torch.equal(rewritten(layer)(x), expected)
 
 
 def test_compiled_the_forms_compute_the_same(monkeypatch):

@@ -125,14 +125,14 @@ def test_compiled_checkpoints_keep_far_less_than_the_mlp_gives(base, nothing_com
 def test_the_full_size_is_built_at_once_and_held_once(name, gigabytes):
     if torch.cuda.get_device_properties(0).total_memory < 60e9:
         pytest.skip("the full size needs a GPU of 60 GB")
-    workload, base = open_workload(name, scale="full", device="cuda"), A3_BASE.but(micro_batch=1)
+    workload = open_workload(name, scale="full", device="cuda")
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model = workload.build(base)
+    model = workload.build(A3_BASE)
     assert torch.cuda.max_memory_allocated() - before < 1e9 * gigabytes + 2.5e9
     held = torch.cuda.memory_allocated() - before
     assert held == pytest.approx(1e9 * gigabytes, abs=0.7e9)
-    other = workload.build(base.but(layers="rewritten"))
+    other = workload.build(A3_BASE.but(layers="rewritten"))
     assert torch.cuda.memory_allocated() - before < held + 0.5e9
     assert other.network.lm_head.weight is model.network.lm_head.weight

@@ -147,10 +147,8 @@ class _FrozenProduct(torch.autograd.Function):
         return scaled_product(x, weight, scale.t(), product, x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
         weight, scale = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
         scaled = dy * scale.t()  # in float32, as the scale is
         transposed = weight.t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
