@@ -148,7 +148,7 @@ def perturb(unet: nn.Module, size: float = 0.05) -> None:
 
 def adapter_gradients(unet: nn.Module) -> dict[str, Tensor]:
     """The gradients, one a layer and matrix; those of folded layers cut out of their stacks'."""
-    stacks = unet.folds.stacks if hasattr(unet, "folds") else []
+    stacks = getattr(unet, "folds", [])
     places = {
         id(layer): (stack, index) for stack in stacks for index, layer in enumerate(stack.folded)
     }

@@ -31,15 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labutils.data.leaves import CLASSES
-from labutils.data.packing import (
-    IGNORED,
-    Layout,
-    answer_places,
-    boundaries,
-    fill_up,
-    stack_rows,
-)
+from labutils.data import packing
+from labutils.data.drawings import LEAF_CLASSES
 
 PROMPT = "[INST] <image>\nDescribe [/INST]"
 """Article A2's prompt in the chat form of Mistral; the answer is the photograph's class."""
@@ -59,11 +52,6 @@ class Geometry:
     def side(self) -> int:
         """Patches along a tile's side."""
         return self.tile // self.patch
-
-    @property
-    def most_tiles(self) -> int:
-        """Tiles of the largest grid, and the one that shows the whole image."""
-        return 1 + max(height * width for height, width in self.pinpoints) // self.tile**2
 
     def grid(self, size: Size) -> Size:
         """Rows and columns of tiles that an image is cut into."""
@@ -117,7 +105,7 @@ class Examples:
         self.processor = processor
         self.square = square
         tokenizer = processor.tokenizer
-        texts = [name.replace("_", " ") for name in CLASSES]
+        texts = [name.replace("_", " ") for name in LEAF_CLASSES]
         self.answers = [
             [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
             for text in texts
@@ -138,7 +126,7 @@ class Examples:
         prompt, answer = made["input_ids"][0], torch.tensor(self.answers[label])
         return {
             "input_ids": torch.cat([prompt, answer]),
-            "labels": torch.cat([torch.full_like(prompt, IGNORED), answer]),
+            "labels": torch.cat([torch.full_like(prompt, packing.IGNORED), answer]),
             "pixel_values": made["pixel_values"][0],
             "image_sizes": (image.height, image.width),
         }
@@ -152,72 +140,49 @@ class Examples:
 # -------------------------------------------------------------------------- batches
 
 
-class Collate:
-    """Makes a batch of examples in the form of `layout`; picklable. image, pad: ids of these
-    tokens.
+class Collate(packing.Collate):
+    """Makes a batch of examples with images in the form of `layout`; picklable. image: id of the
+    image token.
 
-    For the model as published ("attention_mask" is there): what its processor gives for a batch
-    padded on the right. For ours, with r rows of n tokens and t tiles: "input_ids", "positions"
-    (from 0 in each example), "targets" (the next token where it is to be predicted, -100 elsewhere)
-    and "sources" (see `Geometry.sources`; -1 where a token is text), all int64 [r, n];
-    "pixel_values" float32 [t, 3, tile, tile], or "features" of the tiles; "answers" and
-    "answer_targets" int64 [a], the places in the flattened batch that have a target, and the
-    targets. Packed batches have "boundaries" as well: int32 [s + 1], where each example of the
-    flattened batch starts and ends, what is left of a row being one more.
+    As `packing.Collate`, and besides: for the model as published, what its processor gives for a
+    batch. For ours, with r rows of n tokens and t tiles: "sources" int64 [r, n] (see
+    `Geometry.sources`; -1 where a token is text); "pixel_values" float32 [t, 3, tile, tile], or
+    "features" of the tiles.
     """
 
     def __init__(
-        self, geometry: Geometry, layout: Layout, image: int, pad: int, published: bool
+        self, geometry: Geometry, layout: packing.Layout, image: int, pad: int, published: bool
     ) -> None:
-        self.geometry, self.layout, self.published = geometry, layout, published
-        self.image, self.pad = image, pad
+        super().__init__(layout, pad, published)
+        self.geometry, self.image = geometry, image
 
-    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        lengths = [len(example["input_ids"]) for example in examples]
-        if self.published:
-            return self._published(examples, self.layout.row_tokens(lengths))
-        rows = self.layout.rows(lengths, [len(_tiles(example)) for example in examples])
-        return self._ours(
-            [[examples[i] for i in row] for row in rows], self.layout.row_tokens(lengths)
-        )
+    def tiles(self, example: dict[str, Any]) -> int:
+        return len(_tiles(example))
 
-    def _published(self, examples: list[dict[str, Any]], length: int) -> dict[str, Tensor]:
+    def as_published(self, examples: list[dict[str, Any]], length: int) -> dict[str, Tensor]:
         tiles = max(len(example["pixel_values"]) for example in examples)
-        parts = [[e | {"attention_mask": torch.ones_like(e["input_ids"])}] for e in examples]
-        fills = {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED}
-        return stack_rows(parts, length, fills) | {
-            "pixel_values": torch.stack([fill_up(e["pixel_values"], tiles, 0.0) for e in examples]),
-            "image_sizes": torch.tensor([e["image_sizes"] for e in examples]),
-        }
+        pixels = [packing.fill_up(e["pixel_values"], tiles, 0.0) for e in examples]
+        sizes = torch.tensor([e["image_sizes"] for e in examples])
+        images = {"pixel_values": torch.stack(pixels), "image_sizes": sizes}
+        return super().as_published(examples, length) | images
 
-    def _ours(self, rows: list[list[dict[str, Any]]], length: int) -> dict[str, Tensor]:
+    def in_rows(self, rows: list[list[dict[str, Any]]], length: int) -> dict[str, Tensor]:
         examples = [example for row in rows for example in row]
+        firsts = iter(np.cumsum([0] + [self.tiles(example) for example in examples]).tolist())
+        parts = [[{"sources": self._sources(e, next(firsts))} for e in row] for row in rows]
         tiles = torch.cat([_tiles(example) for example in examples])
-        firsts = iter(np.cumsum([0] + [len(_tiles(example)) for example in examples]).tolist())
-        parts = [[self._parts(example, next(firsts)) for example in row] for row in rows]
-        fills = {"input_ids": self.pad, "positions": 0, "targets": IGNORED, "sources": -1}
-        batch = stack_rows(parts, length, fills)
         kind = "features" if "features" in examples[0] else "pixel_values"
-        batch[kind] = fill_up(tiles, self.layout.batch_tiles(len(tiles), len(rows)), 0.0)
-        batch |= answer_places(batch["targets"])
-        if self.layout.packs:
-            documents = [[len(example["input_ids"]) for example in row] for row in rows]
-            batch["boundaries"] = boundaries(documents, length, self.layout.segments)
-        return batch
+        room = self.layout.batch_tiles(len(tiles), len(rows))
+        batch = super().in_rows(rows, length) | packing.stack_rows(parts, length, {"sources": -1})
+        return batch | {kind: packing.fill_up(tiles, room, 0.0)}
 
-    def _parts(self, example: dict[str, Any], first_tile: int) -> dict[str, Tensor]:
-        """One example's stretch of a row; its tiles are those from `first_tile` on."""
-        ids, labels = example["input_ids"], example["labels"]
+    def _sources(self, example: dict[str, Any], first_tile: int) -> Tensor:
+        """Where each token of an example comes from, whose tiles begin with `first_tile`."""
         places = self.geometry.sources(tuple(example["image_sizes"]))
         places = torch.where(places > 0, places + first_tile * self.geometry.side**2, places)
-        sources = torch.full_like(ids, -1)
-        sources[ids == self.image] = places
-        return {
-            "input_ids": ids,
-            "positions": torch.arange(len(ids)),
-            "targets": F.pad(labels[1:], (0, 1), value=IGNORED),
-            "sources": sources,
-        }
+        sources = torch.full_like(example["input_ids"], -1)
+        sources[example["input_ids"] == self.image] = places
+        return sources
 
 
 def _tiles(example: dict[str, Any]) -> Tensor:

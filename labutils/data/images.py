@@ -1,7 +1,7 @@
-"""Captioned images on their way into training, with the operations and at the cost of the public
-diffusers script.
+"""Images on their way into training: the datasets, and the public diffusers script's operations at
+their cost.
 
-That script builds its transforms from torchvision, which has no wheel that fits a CPU build of
+The script builds its transforms from torchvision, which has no wheel that fits a CPU build of
 torch. Here the same operations are written with Pillow and torch, in the same order: convert to
 RGB, resize the shorter side (Lanczos), crop, uint8 tensor, channels first, / 255 in float32,
 subtract and divide. Nothing is fused or skipped: most of a stock step's wait for data is spent in
@@ -23,38 +23,69 @@ import torch
 from PIL import Image
 
 from labutils.data import drawings
-from labutils.data.files import generated_or_hub
+from labutils.data.files import first_rows
 
 if TYPE_CHECKING:
     import datasets
 
-HUB_DATASET = "lambdalabs/naruto-blip-captions"
+CAPTIONED = "lambdalabs/naruto-blip-captions"
+LEAVES = "AI-Lab-Makerere/beans"
 RESOLUTION = 512
 
 
-# -------------------------------------------------------------------------- the dataset
+# -------------------------------------------------------------------------- the datasets
 
 
 def captioned_images(
-    cache_dir: str | Path, count: int, data: str = "generated", seed: int = 0
+    cache_dir: str | Path, count: int, data: str = "generated"
 ) -> datasets.Dataset:
     """`count` images with captions: columns `image` (decoded when read) and `text`.
 
     `data="generated"` draws PNG files like the real ones once into `cache_dir`; `data="hub"` loads
-    the first `count` of `lambdalabs/naruto-blip-captions`. Raises `ConnectionError` where the hub's
-    dataset can't be had, `ValueError` for a source it does not know.
+    the first `count` of `lambdalabs/naruto-blip-captions`. Raises `ConnectionError` where these
+    can't be had.
     """
     import datasets
 
-    def generated() -> datasets.Dataset:
-        folder = Path(cache_dir) / "images" / f"drawn-v{drawings.VERSION}-seed{seed}"
-        paths = drawings.draw_images(folder, count, seed)
-        texts = [drawings.caption(i, seed) for i in range(count)]
-        columns = {"image": [str(path) for path in paths], "text": texts}
-        features = {"image": datasets.Image(), "text": datasets.Value("string")}
-        return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+    if data == "hub":
+        return first_rows(CAPTIONED, count, Path(cache_dir))
+    folder = Path(cache_dir) / "images" / f"drawn-v{drawings.VERSION}-seed0"
+    paths = drawings.draw_images(folder, count)
+    texts = [drawings.caption(index) for index in range(count)]
+    return _rows(paths, "text", texts, datasets.Value("string"))
 
-    return generated_or_hub(data, HUB_DATASET, count, Path(cache_dir), generated)
+
+def leaf_images(
+    cache_dir: str | Path, count: int, data: str = "generated", varied_for: int | None = None
+) -> datasets.Dataset:
+    """`count` photographs with their class: columns `image` (decoded when read) and `labels` (an
+    index of `drawings.LEAF_CLASSES`).
+
+    `data="generated"` draws JPEG files once into `cache_dir`, of 500 x 500 pixels or of varied
+    sizes (`varied_for` tiles of so many pixels a side); `data="hub"` loads the first `count` of
+    `beans`. Raises `ConnectionError` where these can't be had, `ValueError` for varied sizes of
+    them.
+    """
+    import datasets
+
+    if data == "hub" and varied_for:
+        raise ValueError(f"{LEAVES} has images of one size only. Use data='generated' here.")
+    if data == "hub":
+        return first_rows(LEAVES, count, Path(cache_dir))
+    kind = f"varied{varied_for}" if varied_for else "beans"
+    folder = Path(cache_dir) / "leaves" / f"{kind}-v{drawings.LEAF_VERSION}"
+    paths = drawings.draw_leaves(folder, count, varied_for)
+    classes = datasets.ClassLabel(names=list(drawings.LEAF_CLASSES))
+    return _rows(paths, "labels", [drawings.leaf_class(index) for index in range(count)], classes)
+
+
+def _rows(paths: list[Path], name: str, values: list, kind: Any) -> datasets.Dataset:
+    """A dataset of image files, and a second column `name` of a `kind` of values."""
+    import datasets
+
+    columns = {"image": [str(path) for path in paths], name: values}
+    features = datasets.Features({"image": datasets.Image(), name: kind})
+    return datasets.Dataset.from_dict(columns, features=features)
 
 
 # -------------------------------------------------------------------------- the transforms
@@ -64,15 +95,10 @@ def resize(image: Image.Image, resolution: int) -> Image.Image:
     """Scale so that the shorter side has `resolution` pixels (Lanczos); the longer side is rounded
     down.
     """
-    size = _resized(image.size, resolution)
-    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
-
-
-def _resized(size: tuple[int, int], resolution: int) -> tuple[int, int]:
-    """Width and height that `resize` gives an image of that width and height."""
-    short, long = sorted(size)
+    short, long = sorted(image.size)
     other = int(resolution * long / short)
-    return (resolution, other) if size[0] == short else (other, resolution)
+    size = (resolution, other) if image.width == short else (other, resolution)
+    return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
 def random_crop(image: Image.Image, resolution: int) -> Image.Image:
@@ -141,24 +167,6 @@ def image_text_dataset(
 ) -> datasets.Dataset:
     """`images` (columns image, text) that decode, transform and tokenise whenever a row is read."""
     return images.with_transform(Preprocess(tokenizer, resolution))
-
-
-def check_one_crop(images: datasets.Dataset, resolution: int) -> None:
-    """Raise `ValueError` where an image of `images` (columns image, text) is cropped at random,
-    naming its size.
-
-    Encoded once, it would stay cropped as it happened to be that time.
-    """
-    sizes = [(width, height) for height, width in image_sizes(images)]
-    several = [size for size in sizes if _resized(size, resolution) != (resolution, resolution)]
-    if several:
-        width, height = several[0]
-        raise ValueError(
-            f"{len(several)} of the {len(images)} images aren't square (one has {width}x{height} "
-            "pixels). The script crops those anew at random whenever it reads them; encoded once, "
-            "each would keep one crop, which is other training. Use cache='nothing' for them, or "
-            "crop them to squares beforehand."
-        )
 
 
 def image_sizes(images: datasets.Dataset) -> list[tuple[int, int]]:

@@ -110,15 +110,10 @@ def make_loader(
     `loader.batch_sampler`. With several `ranks` each gets every `ranks`-th micro-batch, and
     `loader.batch_sampler` has `go_to`.
     """
-    workers: dict[str, Any] = {}
     if recipe.num_workers:
         # Each worker is forked, and the tokenizers library warns at every fork after it has used
         # its threads once; one caption at a time leaves them nothing to do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        workers = {
-            "persistent_workers": recipe.persistent_workers,
-            "prefetch_factor": recipe.prefetch_factor,
-        }
     rows = len(dataset)
     if order is not None:
         chosen: dict[str, Any] = {"batch_sampler": order}
@@ -132,8 +127,9 @@ def make_loader(
         dataset,
         collate_fn=collate_fn,
         num_workers=recipe.num_workers,
+        persistent_workers=recipe.persistent_workers,
+        prefetch_factor=recipe.prefetch_factor if recipe.num_workers else None,
         pin_memory=recipe.pin_memory,
         generator=torch.Generator().manual_seed(recipe.seed),
         **chosen,
-        **workers,
     )

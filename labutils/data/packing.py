@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from labutils.data.loader import ResumableOrder
@@ -29,8 +30,7 @@ class Layout:
 
     budget: tokens of a row that has a fixed length. tiles: tiles that a row of that length may
     bring. segments: examples that it holds at most. multiple: what all rows' lengths are a multiple
-    of. longest: tokens of the longest example, where attention may count on it; 0: only a row's
-    length is known.
+    of. longest: tokens of the longest example, which attention in packed rows counts on.
     """
 
     shapes: str
@@ -49,32 +49,29 @@ class Layout:
         fit.
         """
         longest = max(lengths)
-        if self.shapes == "as-they-come":
-            return self._rounded(longest)
-        if longest > self.budget:
+        if longest > self.budget and self.shapes != "as-they-come":
             raise ValueError(
                 f"An example has {longest} tokens, and shapes={self.shapes!r} has room for "
-                f"{self.budget} (token_budget "
-                "as it is at this scale). Use a larger token_budget, or shapes='as-they-come'."
+                f"{self.budget} (token_budget as it is at this scale). Use a larger token_budget, "
+                "or shapes='as-they-come'."
             )
-        return self._rounded(
-            _next_bucket(longest, self.budget) if self.shapes == "buckets" else self.budget
-        )
-
-    def _rounded(self, length: int) -> int:
-        return -(-length // self.multiple) * self.multiple
+        return -(-self._room(longest, self.budget) // self.multiple) * self.multiple
 
     def batch_tiles(self, tiles: int, rows: int) -> int:
         """How many tiles a batch of `rows` rows is given, when it has `tiles`; the others are
         empty.
         """
-        if self.shapes in ("as-they-come", "fixed"):
-            return tiles
-        return (
-            _next_bucket(tiles, rows * self.tiles)
-            if self.shapes == "buckets"
-            else rows * self.tiles
-        )
+        return tiles if self.shapes == "fixed" else self._room(tiles, rows * self.tiles)
+
+    def _room(self, wanted: int, most: int) -> int:
+        """What is set aside for `wanted` tokens or tiles, where there are `most` at most; with
+        "buckets" the least of `BUCKETS` evenly spaced sizes."""
+        if self.shapes == "as-they-come":
+            return wanted
+        if self.shapes != "buckets":
+            return most
+        sizes = (math.ceil(most * k / BUCKETS) for k in range(1, BUCKETS + 1))
+        return next(size for size in sizes if size >= wanted)
 
     def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
         """The examples of each row, in order: one each, or as many as fit and may be in it."""
@@ -89,13 +86,6 @@ class Layout:
             rows[-1].append(index)
             room, room_tiles = room - length, room_tiles - count
         return rows
-
-
-def _next_bucket(wanted: int, most: int) -> int:
-    """The least of `BUCKETS` evenly spaced sizes up to `most` that is not less than `wanted`."""
-    return next(
-        size for k in range(1, BUCKETS + 1) if (size := math.ceil(most * k / BUCKETS)) >= wanted
-    )
 
 
 class PackedOrder(ResumableOrder):
@@ -195,27 +185,21 @@ def _summands(lengths: Sequence[int], reachable: Sequence[int], total: int) -> l
 
 
 def left_over(left: int, longest: int) -> list[int]:
-    """What is left of a row, as documents that aren't longer than the `longest` example (0: as
-    one).
-    """
-    whole = left if longest == 0 else longest
-    return [min(whole, left - start) for start in range(0, left, whole)] if left else [0]
+    """What is left of a row, as documents that aren't longer than the `longest` example."""
+    return [min(longest, left - start) for start in range(0, left, longest)] or [0]
 
 
-def boundaries(
-    rows: Sequence[Sequence[int]], length: int, segments: int, longest: int = 0
-) -> Tensor:
+def boundaries(rows: Sequence[Sequence[int]], length: int, segments: int, longest: int) -> Tensor:
     """Where each document of a batch of flattened rows starts and ends, int32 [rows * (segments +
     rest) + 1].
 
     rows: the lengths of each row's documents, at most `segments`; what is left of a row of `length`
-    tokens makes more, at most `rest` of them, as none may be longer than the `longest` (0: whatever
-    is left is one). Empty ones at the end make up for those that aren't there, so that the shape
-    stays the same.
+    tokens makes more, at most `rest` of them, as none may be longer than the `longest` example.
+    Empty ones at the end make up for those that aren't there, so that the shape stays the same.
     """
     documents = [[*row, *left_over(length - sum(row), longest)] for row in rows]
     marks = list(itertools.accumulate(itertools.chain(*documents), initial=0))
-    wanted = 1 + len(rows) * (segments + (math.ceil(length / longest) if longest else 1))
+    wanted = 1 + len(rows) * (segments + math.ceil(length / longest))
     return torch.tensor(marks + [marks[-1]] * (wanted - len(marks)), dtype=torch.int32)
 
 
@@ -237,12 +221,8 @@ def answer_places(targets: Tensor) -> dict[str, Tensor]:
 
 def fill_up(tensor: Tensor, length: int, value: float) -> Tensor:
     """`tensor` made `length` long in its first dimension with `value`."""
-    missing = length - len(tensor)
-    return (
-        torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), value)])
-        if missing
-        else tensor
-    )
+    others = [0, 0] * (tensor.dim() - 1)  # the last dimension comes first
+    return F.pad(tensor, [*others, 0, length - len(tensor)], value=value)
 
 
 def stack_rows(
@@ -255,3 +235,69 @@ def stack_rows(
         )
         for name, value in fills.items()
     }
+
+
+class Collate:
+    """Makes a batch of examples ("input_ids" and "labels", int64 [tokens] each) in the form of
+    `layout`; picklable. pad: id of the token that fills rows up.
+
+    For the model as published: "input_ids", "attention_mask" and "labels", padded on the right; or
+    packed, as libraries take batches without padding: no mask but "position_ids" that start anew at
+    0 in each example, whose first label is -100, and all rows behind one another in a single one
+    (what fills a row up is one more example). For ours, rows of n tokens: "input_ids", "positions"
+    (from 0 in each example) and "targets" (the next token where it is to be predicted, -100
+    elsewhere), all int64 [rows, n]; "answers" and "answer_targets" as in `answer_places`; packed
+    batches have "boundaries" as well.
+    """
+
+    def __init__(self, layout: Layout, pad: int, published: bool) -> None:
+        self.layout, self.pad, self.published = layout, pad, published
+
+    def __call__(self, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        lengths = [len(example["input_ids"]) for example in examples]
+        length = self.layout.row_tokens(lengths)
+        if self.published and not self.layout.packs:
+            return self.as_published(examples, length)
+        places = self.layout.rows(lengths, [self.tiles(example) for example in examples])
+        rows = [[examples[place] for place in row] for row in places]
+        return self.in_one_row(rows, length) if self.published else self.in_rows(rows, length)
+
+    def tiles(self, example: dict[str, Tensor]) -> int:
+        """Tiles of an example's image."""
+        return 0
+
+    def as_published(self, examples: list[dict[str, Tensor]], length: int) -> dict[str, Tensor]:
+        parts = [[e | {"attention_mask": torch.ones_like(e["input_ids"])}] for e in examples]
+        fills = {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED}
+        return stack_rows(parts, length, fills)
+
+    def in_one_row(self, rows: list[list[dict[str, Tensor]]], length: int) -> dict[str, Tensor]:
+        ids, labels = [], []
+        for row in rows:
+            left = length - sum(len(example["input_ids"]) for example in row)
+            for example in row:
+                ids.append(example["input_ids"])
+                labels.append(F.pad(example["labels"][1:], (1, 0), value=IGNORED))
+            for rest in left_over(left, self.layout.longest):
+                ids.append(torch.full((rest,), self.pad))
+                labels.append(torch.full((rest,), IGNORED))
+        positions = [torch.arange(len(part)) for part in ids]
+        parts = {"input_ids": ids, "position_ids": positions, "labels": labels}
+        return {name: torch.cat(tensors)[None] for name, tensors in parts.items()}
+
+    def in_rows(self, rows: list[list[dict[str, Tensor]]], length: int) -> dict[str, Tensor]:
+        parts = [[_with_targets(example) for example in row] for row in rows]
+        fills = {"input_ids": self.pad, "positions": 0, "targets": IGNORED}
+        batch = stack_rows(parts, length, fills)
+        batch |= answer_places(batch["targets"])
+        if self.layout.packs:
+            documents = [[len(example["input_ids"]) for example in row] for row in rows]
+            segments, longest = self.layout.segments, self.layout.longest
+            batch["boundaries"] = boundaries(documents, length, segments, longest)
+        return batch
+
+
+def _with_targets(example: dict[str, Tensor]) -> dict[str, Tensor]:
+    ids = example["input_ids"]
+    targets = F.pad(example["labels"][1:], (0, 1), value=IGNORED)
+    return {"input_ids": ids, "positions": torch.arange(len(ids)), "targets": targets}

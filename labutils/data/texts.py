@@ -6,8 +6,8 @@ for each, the mean length in tokens: 117 and 861, where nothing is longer than 2
 texts have these means; that lengths are spread as a lognormal distribution (clipped) is ours. Texts
 are sentences of a small grammar: what they cost is like the real ones', what they say is not.
 
-A text is a function of (kind, seed, index) alone. `Chat` turns texts into token ids,
-`Conversations` holds them, and `Collate` makes batches of them in the forms of `data.packing`.
+A text is a function of (kind, index) alone. `Chat` turns texts into token ids, `Conversations`
+holds them, and `data.packing.Collate` makes batches of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from labutils.data.files import reaching
-from labutils.data.packing import (
-    IGNORED,
-    Layout,
-    answer_places,
-    boundaries,
-    left_over,
-    stack_rows,
-)
+from labutils.data.packing import IGNORED
 
 
 @dataclass(frozen=True)
@@ -104,9 +96,9 @@ IN_ENGLISH = 5
 """One text in so many is English."""
 
 
-def written(kind: Kind, index: int, letters: int, seed: int = 0) -> Text:
+def written(kind: Kind, index: int, letters: int) -> Text:
     """Text `index` of a kind; the stretched part has at least `letters` characters."""
-    rng = np.random.default_rng([seed, index, kind is LONG])
+    rng = np.random.default_rng([0, index, kind is LONG])
     english = rng.integers(IN_ENGLISH) == 0
     language = WORDS["english" if english else "japanese"]
     words = _words(rng, language)
@@ -209,20 +201,18 @@ class Chat:
         ids = [*self.before, *prompt, *self.between, *answer, *self.after]
         return torch.tensor(ids), len(self.before) + len(prompt) + len(self.between)
 
-    def generated(
-        self, kind: Kind, count: int, shorter: int = 1, seed: int = 0
-    ) -> list[Conversation]:
+    def generated(self, kind: Kind, count: int, shorter: int = 1) -> list[Conversation]:
         """`count` generated examples with the lengths of the kind."""
         return [
-            self._written(kind, index, length, seed)
+            self._written(kind, index, length)
             for index, length in enumerate(token_lengths(kind, count, shorter))
         ]
 
-    def _written(self, kind: Kind, index: int, length: int, seed: int) -> Conversation:
+    def _written(self, kind: Kind, index: int, length: int) -> Conversation:
         """Example `index`, of exactly `length` tokens."""
         letters = 3 * length
         while True:
-            text = written(kind, index, letters, seed)
+            text = written(kind, index, letters)
             conversation = self.conversation(text, length, kind.stretched)
             if len(conversation[0]) == length:
                 return conversation
@@ -253,79 +243,3 @@ class Conversations(Dataset):
         """Tokens of an example that are to be predicted; the first one never is."""
         ids, asked = self.conversations[index]
         return len(ids) - (1 if self.everything else asked)
-
-
-class Collate:
-    """Makes a batch of examples in the form of `layout`; picklable. pad: id of the token that fills
-    rows up.
-
-    For the model as published: "input_ids", "attention_mask" and "labels", padded on the right; or
-    packed, as libraries take batches without padding: no mask but "position_ids" that start anew at
-    0 in each example, whose first label is -100, and all rows behind one another in a single one
-    (what fills a row up is one more example). For ours, rows of n tokens: "input_ids", "positions"
-    (from 0 in each example) and "targets" (the next token where it is to be predicted, -100
-    elsewhere), all int64 [rows, n]; "answers" and "answer_targets" as in `packing.answer_places`;
-    packed batches have "boundaries" as well.
-    """
-
-    def __init__(self, layout: Layout, pad: int, published: bool) -> None:
-        self.layout, self.pad, self.published = layout, pad, published
-
-    def __call__(self, examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        lengths = [len(example["input_ids"]) for example in examples]
-        length = self.layout.row_tokens(lengths)
-        if self.published and self.layout.packs:
-            return self._in_one_row(examples, lengths, length)
-        if self.published:
-            parts = [
-                [example | {"attention_mask": torch.ones_like(example["input_ids"])}]
-                for example in examples
-            ]
-            return stack_rows(
-                parts, length, {"input_ids": self.pad, "attention_mask": 0, "labels": IGNORED}
-            )
-        rows = self.layout.rows(lengths, [0] * len(examples))
-        parts = [[_with_targets(examples[index]) for index in row] for row in rows]
-        batch = stack_rows(
-            parts, length, {"input_ids": self.pad, "positions": 0, "targets": IGNORED}
-        )
-        batch |= answer_places(batch["targets"])
-        if self.layout.packs:
-            documents = [[lengths[index] for index in row] for row in rows]
-            batch["boundaries"] = boundaries(
-                documents, length, self.layout.segments, self.layout.longest
-            )
-        return batch
-
-    def _in_one_row(
-        self, examples: list[dict[str, Tensor]], lengths: list[int], length: int
-    ) -> dict[str, Tensor]:
-        parts = []
-        for row in self.layout.rows(lengths, [0] * len(examples)):
-            left = length - sum(lengths[index] for index in row)
-            parts += [_apart(examples[index]) for index in row]
-            parts += [_apart(self._filling(rest)) for rest in left_over(left, self.layout.longest)]
-        return {name: torch.cat([part[name] for part in parts])[None] for name in parts[0]}
-
-    def _filling(self, length: int) -> dict[str, Tensor]:
-        return {
-            "input_ids": torch.full((length,), self.pad),
-            "labels": torch.full((length,), IGNORED),
-        }
-
-
-def _apart(example: dict[str, Tensor]) -> dict[str, Tensor]:
-    """An example whose first token is not to be predicted from what stands before it."""
-    labels = example["labels"].clone()
-    labels[:1] = IGNORED
-    return {
-        "input_ids": example["input_ids"],
-        "position_ids": torch.arange(len(labels)),
-        "labels": labels,
-    }
-
-
-def _with_targets(example: dict[str, Tensor]) -> dict[str, Tensor]:
-    ids = example["input_ids"]
-    targets = F.pad(example["labels"][1:], (0, 1), value=IGNORED)
-    return {"input_ids": ids, "positions": torch.arange(len(ids)), "targets": targets}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labutils.data.drawings import caption
 from labutils.data.files import reaching
 from labutils.data.texts import LONG, SHORT, written
 
@@ -28,69 +26,37 @@ MAX_LENGTH = 77
 def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None) -> CLIPTokenizer:
     """The tokenizer of Stable Diffusion 1.5's text encoder.
 
-    `weights="hub"` loads it; `weights="random"` makes one from the words of the generated captions:
-    the same class, algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size,
-    hence the same cost, but other ids. Raises `ConnectionError` where the hub's can't be had,
-    `ValueError` for weights it does not know.
+    `weights="hub"` loads it; `weights="random"` makes one that knows single letters: the same
+    class, algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size, hence the
+    same cost, but other ids. Raises `ConnectionError` where the hub's can't be had.
     """
-    if weights == "random":
-        return _clip_like()
-    if weights == "hub":
-        return _clip_from_hub(cache_dir)
-    raise ValueError(
-        f"weights={weights!r} is not known. Choose 'random' (no download) or 'hub' (the real ones)."
-    )
-
-
-def _clip_from_hub(cache_dir: str | Path | None) -> CLIPTokenizer:
     from transformers import CLIPTokenizer
 
+    if weights == "random":
+        return _clip_like()
     with reaching(HUB_MODEL, "model"):
         return CLIPTokenizer.from_pretrained(HUB_MODEL, subfolder="tokenizer", cache_dir=cache_dir)
 
 
 @functools.cache
 def _clip_like() -> CLIPTokenizer:
-    from transformers import CLIPTokenizer
-
-    vocabulary, merges = _learned()
-    for index in range(len(vocabulary), VOCABULARY - 2):
-        vocabulary[f"unused{index}</w>"] = index
-    vocabulary |= {START: VOCABULARY - 2, END: VOCABULARY - 1}
-    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=MAX_LENGTH)
-
-
-def _learned() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Byte-pair merges learned from generated captions: token -> id (0, 1, 2 ...) and the merges in
-    their order.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizer
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = CLIPTokenizer().backend_tokenizer  # how CLIP cleans a text and cuts it into words
-    tokenizer = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
-    tokenizer.normalizer, tokenizer.pre_tokenizer = words.normalizer, words.pre_tokenizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=4096, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
-    )
-    tokenizer.train_from_iterator((caption(index) for index in range(500)), trainer)
-    model = json.loads(tokenizer.to_str())["model"]
-    final = [letter + "</w>" for letter in letters]  # any byte may end a word
-    tokens = dict.fromkeys([*letters, *final, *sorted(model["vocab"], key=model["vocab"].get)])
-    return {token: index for index, token in enumerate(tokens)}, [
-        tuple(pair) for pair in model["merges"]
-    ]
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters)]
+    tokens += [f"unused{index}</w>" for index in range(len(tokens), VOCABULARY - 2)]
+    vocabulary = {token: index for index, token in enumerate([*tokens, START, END])}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=MAX_LENGTH)
 
 
 # -------------------------------------------------------------------------- LLaVA-NeXT's
 
-LLAVA_VOCABULARY = 32000
 IMAGE, PAD = "<image>", "<pad>"
 
 
 @functools.cache
-def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
+def llava_tokenizer(words: int) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer with the special tokens of llava-v1.6-mistral: `words` ids, then
     <image> and <pad>.
 
@@ -99,6 +65,7 @@ def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
     ones.
     """
     from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = _byte_pairs(LLAVA_TEXTS, min(words, 512), ("<unk>", "<s>", "</s>"), unk="<unk>")
     tokenizer.add_tokens([f"unused{index}" for index in range(tokenizer.get_vocab_size(), words)])
@@ -106,8 +73,9 @@ def llava_tokenizer(words: int = LLAVA_VOCABULARY) -> PreTrainedTokenizerFast:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    return _as_fast(
-        tokenizer,
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="right",
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
@@ -136,29 +104,15 @@ def _byte_pairs(
     return tokenizer
 
 
-def _as_fast(tokenizer: Tokenizer, **special: Any) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="right", **special)
-
-
 LLAVA_TEXTS = (
     "[INST] \nDescribe [/INST]",
     "angular leaf spot bean rust healthy angular_leaf_spot bean_rust",
 )
 
 
-def llava_processor(
-    geometry: Geometry,
-    words: int = LLAVA_VOCABULARY,
-    hub: str = "",
-    cache_dir: str | Path | None = None,
-) -> LlavaNextProcessor:
-    """The real processor class with the image processor that needs no torchvision.
-
-    geometry: the tiles, and `words` of the tokenizer made here; with `hub`, the tokenizer of that
-    model instead. Raises `ConnectionError` where that can't be had.
-    """
+def llava_processor(geometry: Geometry, tokenizer: Any) -> LlavaNextProcessor:
+    """The real processor class with the image processor that needs no torchvision, for tiles of
+    that geometry."""
     from transformers import LlavaNextImageProcessorPil, LlavaNextProcessor
 
     images = LlavaNextImageProcessorPil(
@@ -168,14 +122,14 @@ def llava_processor(
     )
     return LlavaNextProcessor(
         image_processor=images,
-        tokenizer=hub_tokenizer(hub, cache_dir) if hub else llava_tokenizer(words),
+        tokenizer=tokenizer,
         patch_size=geometry.patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
 
 
-def hub_tokenizer(model: str, cache_dir: str | Path | None = None) -> PreTrainedTokenizerFast:
+def hub_tokenizer(model: str, cache_dir: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model of the hub. Raises `ConnectionError` where it can't be had."""
     from transformers import AutoTokenizer
 
@@ -215,12 +169,14 @@ CHAT_WORDS = 4096
 
 
 @functools.cache
-def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerFast:
+def chat_tokenizer(family: str, words: int) -> PreTrainedTokenizerFast:
     """A byte-pair tokenizer with the marks and the chat form of a `family` of models, learned from
     generated texts.
 
     It has at most `words` ids, all of them below the models' vocabulary sizes.
     """
+    from transformers import PreTrainedTokenizerFast
+
     form = CHAT_FORMS[family]
     texts = (written(kind, index, 400) for kind in (SHORT, LONG) for index in range(150))
     parts = (
@@ -228,8 +184,9 @@ def chat_tokenizer(family: str, words: int = CHAT_WORDS) -> PreTrainedTokenizerF
     )
     # in bytes: a real vocabulary's Japanese words have some four letters at most
     tokenizer = _byte_pairs(parts, min(words, CHAT_WORDS), form.special, max_token_length=12)
-    return _as_fast(
-        tokenizer,
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        padding_side="right",
         pad_token=form.special[0],
         eos_token=form.end,
         additional_special_tokens=list(form.special),

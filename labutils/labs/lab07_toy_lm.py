@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from labutils.data.packing import Layout
-from labutils.data.texts import WORDS, Chat, Collate, Conversation, Conversations, Text
+from labutils.data.packing import Collate, Layout
+from labutils.data.texts import WORDS, Chat, Conversation, Conversations, Text
 from labutils.data.tokenizers import chat_tokenizer
 from labutils.layers.lora import attach_lora, lora_layers
 from labutils.workloads.causal_lm import Size, build_lm

@@ -104,36 +104,26 @@ class Parked:
         self.arriving: Tensor | None = None
         self.room = lot.room_for(tensor)
         self.host = self.room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        self._leave(tensor)
-
-    def _leave(self, tensor: Tensor) -> None:
-        side = self.lot.side(self.device)
-        if side is None:
-            self.host.copy_(tensor)
-            return
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        if lot.side is not None:
+            lot.side.wait_stream(torch.cuda.current_stream(self.device))
+            tensor.record_stream(lot.side)  # its memory is given to others after it has been read
+        with torch.cuda.stream(lot.side):
             self.host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(side)  # its memory is given to others only when the copy has read it
 
     def start_back(self) -> None:
         """Start the way back to the device."""
-        side = self.lot.side(self.device)
-        if self.arriving is not None or side is None:
-            return
-        with torch.cuda.stream(side):
-            self.arriving = self.host.to(self.device, non_blocking=True)
+        if self.arriving is None:
+            with torch.cuda.stream(self.lot.side):
+                self.arriving = self.host.to(self.device, non_blocking=True, copy=True)
 
     def back(self) -> Tensor:
         """The tensor on its device; the one that is wanted next starts its way back."""
-        side = self.lot.side(self.device)
-        if side is None:
-            return self.host.clone()
         self.start_back()
-        here = torch.cuda.current_stream(self.device)
-        here.wait_stream(side)
         tensor, self.arriving = self.arriving, None
-        tensor.record_stream(here)
+        if self.lot.side is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_stream(self.lot.side)
+            tensor.record_stream(here)
         if self.before is not None:
             self.before.start_back()
         return tensor
@@ -143,19 +133,21 @@ class Parking:
     """Page-locked host memory that one model's kept inputs share, pass after pass.
 
     Rooms are plain bytes, at least `room_bytes` each: page-locking takes longer than a block does,
-    so that a room for the largest tensor that is expected serves all others as well. All copies of
-    a device run on one stream in the order in which they were asked for, so that memory can be
-    taken again while its last copy is still under way.
+    so that a room for the largest tensor that is expected serves all others as well. All copies
+    run on one stream in the order in which they were asked for, so that memory can be taken again
+    while its last copy is still under way.
     """
 
     def __init__(self, room_bytes: int = 0) -> None:
         self.room_bytes = room_bytes
         self.free: list[Tensor] = []
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.side: torch.cuda.Stream | None = None  # copies from and to a GPU
         self.last: weakref.ref[Parked] | None = None
 
     def park(self, tensor: Tensor) -> Parked:
         """Send `tensor` to the host. Its room is free again when nobody holds what this returns."""
+        if tensor.is_cuda and self.side is None:
+            self.side = torch.cuda.Stream(tensor.device)
         parked = Parked(self, tensor)
         self.last = weakref.ref(parked)
         weakref.finalize(parked, self.free.append, parked.room).atexit = False
@@ -168,17 +160,6 @@ class Parking:
             return self.free.pop(min(fitting, key=lambda place: self.free[place].nbytes))
         size = max(self.room_bytes, tensor.nbytes)
         return torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-
-    def side(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The stream that copies from and to a GPU; None for other devices."""
-        if device.type != "cuda":
-            return None
-        if device not in self.streams:
-            self.streams[device] = torch.cuda.Stream(device)
-        return self.streams[device]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parking:
-        return Parking(self.room_bytes)
 
 
 def offloading(block: nn.Module, parking: Parking) -> Callable[[Run, Tensor], Tensor]:

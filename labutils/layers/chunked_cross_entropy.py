@@ -66,15 +66,8 @@ def linear_cross_entropy(
     hidden [n, width] and weight [vocabulary, width] of one dtype, targets int64 [n]. Products are
     computed in that dtype and everything else in float32 (float64 for float64). The weight is
     frozen: it gets no gradient. chunk_loss: a `ChunkLoss`, compiled or not. Raises `ValueError`
-    where the weight is trained, for other shapes, and for a chunk of less than 1 token.
+    where the weight is trained.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}: a chunk has 1 token or more.")
-    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"hidden is {tuple(hidden.shape)} and targets {tuple(targets.shape)}; they must be [n, "
-            "width] and [n]: flatten rows of tokens first."
-        )
     if weight.requires_grad:
         raise ValueError(
             "The head's weight is trained, and this loss gives it no gradient. Use loss='logits', "

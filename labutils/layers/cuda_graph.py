@@ -98,12 +98,12 @@ them."""
 
 
 def variants_allowed(compile: str, dynamic: str) -> AbstractContextManager:
-    """What torch.compile does where a function needs too many variants, as a context for one step
-    of a recipe.
+    """A context for one step of a recipe: what torch.compile does where a function needs too many
+    variants.
 
-    With dynamic="automatic" what is tried out is PyTorch's default: after 8 it goes on uncompiled.
-    Else it would be on record as compiled, so there it raises `FailOnRecompileLimitHit`, after
-    `VARIANTS`.
+    With dynamic="automatic" it does what it does by default: after 8 variants it goes on
+    uncompiled. Otherwise it raises `FailOnRecompileLimitHit` after `VARIANTS`, as the run would be
+    on record as compiled.
     """
     if compile == "off" or dynamic == "automatic":
         return nullcontext()
@@ -111,12 +111,11 @@ def variants_allowed(compile: str, dynamic: str) -> AbstractContextManager:
 
 
 def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:
-    """`module` compiled as one region, with torch.compile's `mode`, as a rule for the shapes it is
-    given.
+    """`module` compiled as one region with torch.compile's `mode`.
 
-    Left to itself ("automatic") the compiler answers a second size in one process with code for
-    any, which is slower code but the last that it compiles. "any" has it write that code from the
-    start.
+    dynamic: "static" compiles for the sizes that are given, anew for others. "automatic" compiles
+    for any size when a second one comes: slower code, but the last that is compiled. "any" does so
+    from the start.
     """
     return torch.compile(module, mode=mode, dynamic=DYNAMIC[dynamic])
 
@@ -135,11 +134,11 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
     The compiler takes GroupNorm apart into reductions over [n, groups, c / groups * h * w], an
     order that channels-last memory isn't in: results come out channels-first, and every convolution
     after one first copies its input. Written over [n, h, w, groups, c / groups] the same sums run
-    through memory as it lies. Outside a compiled region it is GroupNorm.
+    through memory as it lies. Outside a compiled region, and without weights, it is GroupNorm.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() or x.dim() != 4:
+        if not torch.compiler.is_compiling() or x.dim() != 4 or not self.affine:
             return super().forward(x)
         pixels = x.permute(0, 2, 3, 1).float()
         grouped = pixels.unflatten(-1, (self.num_groups, -1))
@@ -148,17 +147,18 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
         return (normal * self.weight + self.bias).to(x.dtype).permute(0, 3, 1, 2)
 
 
-class ChannelsLastPointwise(nn.Conv2d):
-    """A 1x1 convolution that is computed, when compiled, as what it is: one matrix product over the
-    pixels.
+class ChannelsLastConv2d(nn.Conv2d):
+    """A convolution whose 1x1 form is computed, when compiled, as what it is: one matrix product
+    over the pixels.
 
     A weight of 1x1 is channels-first and channels-last at once, so the convolution library is left
     to guess, and where it guesses the other way it copies the whole image, forward and backward. A
-    product over [n, h, w, c] leaves no choice.
+    product over [n, h, w, c] leaves no choice. Any other convolution stays what it is.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
+        pointwise = self.kernel_size == self.stride == (1, 1) and self.padding == (0, 0)
+        if not torch.compiler.is_compiling() or not pointwise or self.groups != 1:
             return super().forward(x)
         images, _, height, width = x.shape
         # In 4 dimensions this would compile to a product for each row of the image, too thin to be
@@ -171,32 +171,15 @@ class ChannelsLastPointwise(nn.Conv2d):
 def rewrite_layers(module: nn.Module, forms: dict[type[nn.Module], type[nn.Module]]) -> None:
     """Give every layer of `module` whose class is in `forms` that form instead; weights and names
     stay as they are.
-
-    `ChannelsLastPointwise` stands for plain 1x1 convolutions alone, `ChannelsLastGroupNorm` for
-    norms with a weight: other layers of these classes stay what they are.
     """
     for layer in module.modules():
-        form = forms.get(type(layer))
-        if form is ChannelsLastPointwise and not _is_pointwise(layer):
-            continue
-        if form is ChannelsLastGroupNorm and not layer.affine:
-            continue
-        if form:
+        if form := forms.get(type(layer)):
             layer.__class__ = form
-
-
-def _is_pointwise(layer: nn.Conv2d) -> bool:
-    """Whether it computes each pixel from that pixel alone, all channels by one matrix."""
-    return (
-        layer.kernel_size == layer.stride == (1, 1)
-        and layer.padding == (0, 0)
-        and layer.groups == 1
-    )
 
 
 CHANNELS_LAST_FORMS: dict[type[nn.Module], type[nn.Module]] = {
     nn.GroupNorm: ChannelsLastGroupNorm,
-    nn.Conv2d: ChannelsLastPointwise,
+    nn.Conv2d: ChannelsLastConv2d,
 }
 """Layers that leave channels-last memory when compiled -> the forms that keep it."""
 
@@ -209,9 +192,8 @@ def _after_a_failed_recording(stream: torch.cuda.Stream) -> None:
     model's weights say, would fail. The end of a recording that succeeds puts the generator right.
     """
     torch.cuda.set_stream(stream)
-    with suppress(
-        RuntimeError
-    ):  # of a GPU that fails at everything from here on, the first failure tells more
+    # Of a GPU that fails at everything from here on, the first failure tells more.
+    with suppress(RuntimeError):
         torch.cuda.synchronize()
         number = torch.zeros(1, device="cuda")
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -238,21 +220,16 @@ class Captured:
         """A failure is `function`'s own: ending a recording that broke off fails too, and says
         less.
         """
-        here, first = torch.cuda.current_stream(), None
+        here, recording = torch.cuda.current_stream(), torch.cuda.graph(self.graph)
         try:
-            with torch.cuda.graph(self.graph):
-                try:
-                    function()
-                except Exception as error:
-                    first = error
-                    raise
-        except Exception as error:
+            recording.__enter__()
+            function()
+            recording.__exit__(None, None, None)
+        except Exception:
+            with suppress(Exception):
+                recording.__exit__(None, None, None)
             _after_a_failed_recording(here)
-            raise (first or error) from None
-        finally:
-            # it would hold this frame, which holds it, and so the tensors of all that it came
-            # through
-            del first
+            raise
 
     def _warm_up(self, function: Callable[[], Any], state: Callable[[], list[Tensor]]) -> None:
         before = {id(tensor): tensor.detach().clone() for tensor in state()}
@@ -265,9 +242,8 @@ class Captured:
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         with torch.no_grad():
-            for (
-                tensor
-            ) in state():  # what did not exist before (an optimizer's moments) started from zero
+            for tensor in state():
+                # What did not exist before (an optimizer's moments) started from zero.
                 tensor.copy_(before[id(tensor)]) if id(tensor) in before else tensor.zero_()
         torch.cuda.set_rng_state(random)
 

@@ -26,16 +26,18 @@ def grouped_experts(experts: nn.Module, x: Tensor, chosen: Tensor, shares: Tenso
 
     Gradients reach `x` and `shares`; the experts' weights get none.
     """
+    tokens, choices = chosen.shape
     expert, order = chosen.flatten().sort(stable=True)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     every = torch.arange(len(experts.gate_up_proj), device=expert.device, dtype=expert.dtype)
     ends = torch.searchsorted(expert, every, right=True, out_int32=True)
-    rows = _Spread.apply(x.to(experts.gate_up_proj.dtype), order, back)
+    repeated = x.to(experts.gate_up_proj.dtype).unsqueeze(1).expand(-1, choices, -1).flatten(0, 1)
+    rows = _Moved.apply(repeated, order, back)
     both = _GroupedProduct.apply(rows, experts.gate_up_proj, ends)
     hidden = compat.expert_gate(experts, both + experts.gate_up_proj_bias[expert])
     out = _GroupedProduct.apply(hidden, experts.down_proj, ends) + experts.down_proj_bias[expert]
-    weighed = out * _Sorted.apply(shares.flatten(), order, back).unsqueeze(-1)
-    return _Gathered.apply(weighed, order, back, chosen.shape[-1]).to(x.dtype)
+    weighed = out * _Moved.apply(shares.flatten(), order, back).unsqueeze(-1)
+    return _Moved.apply(weighed, back, order).view(tokens, choices, -1).sum(1).to(x.dtype)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -78,43 +80,13 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(len(rows), weight.shape[-1])
 
 
-class _Spread(torch.autograd.Function):
-    """x [tokens, width] to a row for each choice, in the experts' order: [tokens * k, width]."""
+class _Moved(torch.autograd.Function):
+    """rows[order], and for the gradient slope[back]; `back` undoes the permutation `order`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
         ctx.save_for_backward(back)
-        ctx.tokens = len(x)
-        return x[order // (len(order) // len(x))]
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:
-        (back,) = ctx.saved_tensors
-        return slopes[0][back].view(ctx.tokens, -1, slopes[0].shape[-1]).sum(1), None, None
-
-
-class _Gathered(torch.autograd.Function):
-    """The way back: [tokens * k, width] to the sum over each token's k choices, [tokens, width]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.choices = choices
-        return rows[back].view(-1, choices, rows.shape[-1]).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return slopes[0][order // ctx.choices], None, None, None
-
-
-class _Sorted(torch.autograd.Function):
-    """The shares [tokens * k] in the order of the experts."""
-
-    @staticmethod
-    def forward(ctx: Any, shares: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return shares[order]
+        return rows[order]
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from labutils.recipe import check_choice
 
 KINDS = ("peft", "plain")
 WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 BEYOND_LORA = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias")
 """Fields of PEFT's configuration which, when set, mean another computation than the one here."""
@@ -163,13 +161,11 @@ def attach_lora(
     attach = _attach_peft if kind == "peft" else _attach_plain
     with torch.random.fork_rng(devices=[]):  # new layers draw weights, which are thrown away
         attach(module, names, rank, alpha, name)
+    module.requires_grad_(False)
     for layer in lora_layers(module).values():
-        layer.set_adapter(name)
+        layer.set_adapter(name)  # its weights alone are trained
     redraw_lora(module, seed, name)
-    trained = {id(parameter) for parameter in _parameters(module, name)}
-    for parameter in module.parameters():
-        parameter.requires_grad_(id(parameter) in trained)
-    return [p for p in module.parameters() if id(p) in trained]
+    return [p for p in module.parameters() if p.requires_grad]
 
 
 def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
@@ -194,18 +190,17 @@ def _attach_plain(
 ) -> None:
     """Put a LoRALinear in the place of each named nn.Linear, or one more adapter on the LoRALinear
     that is there."""
-    layers = {name: module.get_submodule(name) for name in names}
-    for name, layer in layers.items():
-        if not isinstance(layer, nn.Linear | LoRALinear):
+    for name in names:
+        layer = module.get_submodule(name)
+        if isinstance(layer, LoRALinear):
+            layer.add_adapter(adapter, rank, alpha)
+        elif isinstance(layer, nn.Linear):
+            module.set_submodule(name, LoRALinear(layer, rank, alpha, adapter))
+        else:
             raise ValueError(
                 f"{name!r} is a {type(layer).__name__}; kind='plain' adapts nn.Linear layers. Use "
                 "kind='peft'."
             )
-    for name, layer in layers.items():
-        if isinstance(layer, LoRALinear):
-            layer.add_adapter(adapter, rank, alpha)
-        else:
-            module.set_submodule(name, LoRALinear(layer, rank, alpha, adapter))
 
 
 def _attach_peft(
@@ -357,21 +352,18 @@ def save_adapter(
     pipelines load it. Returns the paths.
 
     `base_model` is the name or path of the model it belongs to, for those who load it. The files
-    are written beside their places and moved there whole: a save that is cut off leaves the last
-    one. Raises `ValueError` where layers differ in rank or alpha.
+    are written beside their places and then moved there: a save that fails leaves the last one.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
 
     layers = _layers_with(module, name)
-    shapes = {(len(layer.lora_A[name].weight), layer.scaling[name]) for layer in layers.values()}
-    if len(shapes) > 1:
-        raise ValueError(f"The layers of adapter {name!r} differ in rank or alpha: {shapes}.")
-    ((rank, scaling),) = shapes
+    first = next(iter(layers.values()))
+    rank = len(first.lora_A[name].weight)
     state = {key: tensor.contiguous().cpu() for key, tensor in adapter_state(module, name).items()}
     config = LoraConfig(
         r=rank,
-        lora_alpha=scaling * rank,
+        lora_alpha=first.scaling[name] * rank,
         target_modules=sorted(layers),
         base_model_name_or_path=base_model,
         inference_mode=True,
@@ -379,9 +371,7 @@ def save_adapter(
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as beside:
         weights = {PEFT_PREFIX + key: tensor for key, tensor in state.items()}
-        # The file says its rank and alpha, too: a save that is cut off between two files shows.
-        made_for = {"format": "pt", "rank": str(rank), "alpha": str(config.lora_alpha)}
-        save_file(weights, Path(beside) / WEIGHTS_FILE, made_for)
+        save_file(weights, Path(beside) / WEIGHTS_FILE, {"format": "pt"})
         config.save_pretrained(beside)
         if any(c.__name__ == "UNet2DConditionModel" for c in type(_unwrapped(module)).__mro__):
             _save_for_diffusers(state, config, beside)
@@ -391,7 +381,7 @@ def save_adapter(
     return [Path(folder) / file for file in names]
 
 
-def _save_for_diffusers(state: Mapping[str, Tensor], config: Any, folder: str) -> None:
+def _save_for_diffusers(state: dict[str, Tensor], config: Any, folder: str) -> None:
     """What `StableDiffusionPipeline.load_lora_weights` loads; its header carries alpha, which the
     tensors don't."""
     from diffusers.loaders import StableDiffusionLoraLoaderMixin
@@ -412,18 +402,37 @@ def load_adapter(
     hasn't got it.
 
     Everything is checked before anything is changed. Returns the adapter's parameters. Raises
-    `FileNotFoundError` for a missing file, and `ValueError` for a file that can't be read, that is
-    more than LoRA, or that doesn't fit the model or its adapter.
+    `ValueError` for a file that is more than LoRA, or that doesn't fit the model or its adapter;
+    PEFT and safetensors raise their own errors for a file that is missing or can't be read.
     """
-    folder = Path(folder)
-    state, config = _read(folder)
-    wrong = _misfit(module, state, config, name)
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    config = LoraConfig.from_pretrained(folder)
+    state = {_plain_name(key): t for key, t in load_file(Path(folder) / WEIGHTS_FILE).items()}
+    if beyond := [field for field in BEYOND_LORA if getattr(config, field)]:
+        raise ValueError(
+            f"The adapter in {folder} is more than LoRA ({', '.join(beyond)}). Load it with PEFT."
+        )
+    targets = tuple(sorted({key.rpartition(".lora_")[0] for key in state}))
+    here = [layer for layer in lora_layers(module).values() if name in layer.lora_A]
+    if here:
+        fitting = {key: tuple(tensor.shape) for key, tensor in adapter_state(module, name).items()}
+    else:
+        fitting = _shapes_for(module, targets, config.r)
+    saved = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    wrong = sorted(key for key in saved | fitting if saved.get(key) != fitting.get(key))
     if wrong:
         raise ValueError(
-            f"The adapter in {folder} doesn't fit this {type(module).__name__}: {wrong}."
+            f"The adapter in {folder} doesn't fit this {type(module).__name__}: {wrong[0]} is "
+            f"{saved.get(wrong[0])} in the file, and {fitting.get(wrong[0])} in the model."
         )
-    if not any(name in layer.lora_A for layer in lora_layers(module).values()):
-        targets = tuple(sorted({_layer_of(key) for key in state}))
+    if any(layer.scaling[name] != config.lora_alpha / config.r for layer in here):
+        raise ValueError(
+            f"The adapter in {folder} doesn't fit this {type(module).__name__}: alpha is "
+            f"{config.lora_alpha} in the file, and another in the model."
+        )
+    if not here:
         attach_lora(module, targets, config.r, config.lora_alpha, kind, name=name)
     own = adapter_state(module, name)
     for key, tensor in state.items():
@@ -431,71 +440,17 @@ def load_adapter(
     return _parameters(module, name)
 
 
-def _read(folder: Path) -> tuple[dict[str, Tensor], Any]:
-    """The tensors under PEFT's names, and PEFT's configuration, of a saved adapter."""
-    from peft import LoraConfig
-    from safetensors import safe_open
-    from safetensors.torch import load_file
-
-    for file in (folder / CONFIG_FILE, folder / WEIGHTS_FILE):
-        if not file.exists():
-            raise FileNotFoundError(f"{folder} holds no {file.name}: it is not a saved adapter.")
-    try:
-        config = LoraConfig.from_pretrained(folder)
-        state = {_plain_name(key): t for key, t in load_file(folder / WEIGHTS_FILE).items()}
-        beyond = [k for k in BEYOND_LORA if getattr(config, k)]
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            alpha = float((file.metadata() or {}).get("alpha", config.lora_alpha))
-        if alpha != config.lora_alpha:
-            raise ValueError(f"its weights are of alpha {alpha}, its configuration of another")
-    except Exception as error:  # libraries raise a dozen types for a file that was cut off
-        raise ValueError(
-            f"The adapter in {folder} can't be read ({type(error).__name__}: {error}). Save it "
-            "again."
-        ) from error
-    if beyond:
-        raise ValueError(
-            f"The adapter in {folder} is more than LoRA ({', '.join(beyond)}). Load it with PEFT."
-        )
-    return state, config
-
-
-def _misfit(module: nn.Module, state: Mapping[str, Tensor], config: Any, name: str) -> str:
-    """Why the saved adapter doesn't fit the model, and its adapter `name` if there is one; "": it
-    does."""
-    layers = {_plain_name(n): layer for n, layer in module.named_modules()} | lora_layers(module)
-    targets = {_layer_of(key) for key in state}
-    if not targets:
-        return "it holds no weights"
-    for layer_name in sorted(targets):
-        layer = layers.get(layer_name)
-        if layer is None:
-            return f"there is no layer {layer_name!r}"
-        expected = {
-            f"{layer_name}.lora_A.weight": (config.r, getattr(layer, "in_features", None)),
-            f"{layer_name}.lora_B.weight": (getattr(layer, "out_features", None), config.r),
-        }
-        for key, shape in expected.items():
-            if key not in state or state[key].shape != shape:
-                has = tuple(state[key].shape) if key in state else "missing"
-                return f"{key} is {has}, where {shape} belongs"
-    attached = {n: layer for n, layer in lora_layers(module).items() if name in layer.lora_A}
-    for layer in attached.values():
-        here = (len(layer.lora_A[name].weight), layer.scaling[name])
-        if here != (config.r, config.lora_alpha / config.r):
-            return f"its rank and alpha are {config.r} and {config.lora_alpha}, the model's others"
-    adapted = attached or [_plain_name(n) for n in matching_layers(module, tuple(targets))]
-    if set(adapted) != targets:
-        return f"it is on other layers than {name!r} is or would be"
-    return ""
+def _shapes_for(module: nn.Module, targets: tuple[str, ...], rank: int) -> dict[str, tuple]:
+    """Shapes of the tensors of an adapter that `targets` would put on the model."""
+    layers = {_plain_name(n): layer for n, layer in module.named_modules()}
+    shapes = {}
+    for name in map(_plain_name, matching_layers(module, targets)):
+        shapes[f"{name}.lora_A.weight"] = (rank, layers[name].in_features)
+        shapes[f"{name}.lora_B.weight"] = (layers[name].out_features, rank)
+    return shapes
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
     """The model inside the wrappers of torch.compile and DistributedDataParallel."""
     inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
     return getattr(inner, "_orig_mod", inner)
-
-
-def _layer_of(key: str) -> str:
-    """The layer that a tensor of PEFT's naming belongs to."""
-    return key.rpartition(".lora_")[0]

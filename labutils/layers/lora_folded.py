@@ -31,8 +31,8 @@ gradients are zero.
 
 
 class FoldedLinear(nn.Module):
-    """A linear layer whose weight is handed to it, W' = W + alpha/r BA [out, in], by `Folds.form`
-    before each pass.
+    """A linear layer whose weight is handed to it, W' = W + alpha/r BA [out, in], by
+    `form_weights` before each pass.
 
     The first of several layers that were folded jointly gets the weights of all, [n out, in], and
     gives all their results side by side [..., n out]; the others aren't called.
@@ -81,10 +81,6 @@ class Stack(nn.Module):
         for index, layer in enumerate(self.folded):
             layer.lora_A["default"] = SimpleNamespace(weight=self.A.data[index, :rank])
             layer.lora_B["default"] = SimpleNamespace(weight=self.B.data[index, :, :rank])
-        for first, count in zip(itertools.accumulate([0, *pieces]), pieces, strict=False):
-            if count > 1 and self.folded[first].bias is not None:
-                joined = self.folded[first : first + count]
-                self.folded[first].bias = torch.cat([layer.bias for layer in joined])
 
     def form(self) -> None:
         """Hand each product its W', one batched product for all."""
@@ -96,30 +92,14 @@ class Stack(nn.Module):
             first += len(piece)
 
 
-class Folds(nn.Module):
-    """The stacks of one model, kept as its submodule `folds`."""
-
-    def __init__(self, stacks: list[Stack]) -> None:
-        super().__init__()
-        self.stacks = nn.ModuleList(stacks)
-
-    def form(self) -> None:
-        """Form every W' from A and B as they are now. Call it before each forward pass, in
-        autograd's sight.
-        """
-        with torch.autocast(self.stacks[0].W.device.type, enabled=False):
-            for stack in self.stacks:
-                stack.form()
-
-
 def fold(
     module: nn.Module, layers: dict[str, nn.Module], joint: Sequence[tuple[str, ...]] = ()
 ) -> None:
     """Put folded layers in the place of the LoRA `layers` (name -> layer) of `module`, in place.
 
     The model then has one A and one B for each shape of layer as its trainable parameters, and a
-    submodule `folds`. Each tuple of `joint` names layers of one shape that are given the same
-    input: the first then computes them all.
+    submodule `folds`. Each tuple of `joint` names layers of one shape, without biases, that are
+    given the same input: the first then computes them all.
     """
     first = {name: names[0] for names in joint for name in names}
     by_shape: dict[torch.Size, list[str]] = defaultdict(list)
@@ -133,11 +113,15 @@ def fold(
         for name, folded in zip(names, stack.folded, strict=True):
             module.set_submodule(name, folded)
         stacks.append(stack)
-    module.folds = Folds(stacks)
+    module.folds = nn.ModuleList(stacks)
 
 
 def form_weights(module: nn.Module) -> None:
-    """Form W' in a model that was folded; a model that wasn't has nothing to form."""
+    """Form every W' of a folded model from A and B as they are now; a model that wasn't folded has
+    nothing to form. Call it before each forward pass, in autograd's sight.
+    """
     module = getattr(module, "module", module)  # what DistributedDataParallel wraps
     if hasattr(module, "folds"):
-        module.folds.form()
+        with torch.autocast(module.folds[0].W.device.type, enabled=False):
+            for stack in module.folds:
+                stack.form()

@@ -8,8 +8,8 @@ import gc
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
+from labutils.data.files import reaching
 from labutils.data.loader import EPOCH
 from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for
@@ -36,8 +37,6 @@ CLASSES = {
     "qwen3-32b-lora-long": ("causal_lm", "LanguageLora"),
     "gpt-oss-lora-short": ("causal_lm", "LanguageLora"),
     "gpt-oss-lora-long": ("causal_lm", "LanguageLora"),
-    "gpt-oss-120b-lora-short": ("causal_lm", "LanguageLora"),
-    "gpt-oss-120b-lora-long": ("causal_lm", "LanguageLora"),
 }
 """Workload's name -> module and class; the module is imported when the workload is asked for."""
 
@@ -98,9 +97,11 @@ class Workload(ABC):
     libraries: ClassVar[tuple[str, ...]]
     """Modules that building it imports: see `import_unseen`."""
     epoch_length: int = EPOCH
-    """Examples of an epoch at least, where there are fewer: see `data.images.make_loader`."""
+    """The least number of examples in an epoch: see `data.loader.make_loader`."""
     steps_vary: ClassVar[bool] = False
     """Whether batches differ in what they take in: see `work_of`."""
+    takes: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Knob -> the values of it that the workload can do something with, where not all of them."""
 
     def __init__(
         self, name: str, scale: str, weights: str, data: str, device: str, cache_dir: Path
@@ -123,18 +124,26 @@ class Workload(ABC):
     def opened_as(self) -> dict[str, Any]:
         """The arguments of `open_workload` that open the same workload in another process, as plain
         data; the device is that process's own."""
-        told = {key: getattr(self, key) for key in ("name", "scale", "weights", "data")}
-        return told | {"cache_dir": str(self.cache_dir)}
+        arguments = {key: getattr(self, key) for key in ("name", "scale", "weights", "data")}
+        return arguments | {"cache_dir": str(self.cache_dir)}
 
     @property
     @abstractmethod
     def hub(self) -> str:
         """The published model of this size on the Hugging Face hub; "" where there is none."""
 
+    def check(self, recipe: Recipe) -> None:
+        """Raise `ValueError` for what the workload can't do of a recipe: a run on record must not
+        claim that a knob did anything where it didn't."""
+        for name, values in self.takes.items():
+            value = getattr(recipe, name)
+            choices = " or ".join(f"{name}={other!r}" for other in values)
+            refuse(value not in values, f"{name}={value!r} is not for {self.name}. Use {choices}.")
+
     @abstractmethod
     def build(self, recipe: Recipe) -> nn.Module:
         """A fresh model on the device with the recipe's precision, layout and adapters; the frozen
-        weights are shared. Raises `ValueError` for what the workload can't do of a recipe."""
+        weights are shared. Raises as `check` does."""
 
     @abstractmethod
     def trained(self, model: nn.Module) -> tuple[str, nn.Module]:
@@ -170,7 +179,7 @@ class Workload(ABC):
         """What chooses each micro-batch's examples where their number varies; None:
         `recipe.micro_batch` at random.
 
-        It offers `length` (rows an epoch) and `go_to(epoch, start)`, as `data.images.EpochOrder`
+        It offers `length` (rows an epoch) and `go_to(epoch, start)`, as `data.loader.EpochOrder`
         does.
         """
         return None
@@ -211,22 +220,15 @@ class Workload(ABC):
                 f'weights="hub" has the sizes of published models, and {self.name} at '
                 f'scale={self.scale!r} is none. Use scale="full", or weights="random".'
             )
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+        from_hub = reaching(self.hub, "model") if self.weights == "hub" else nullcontext()
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), from_hub:
             torch.manual_seed(seed)
-            try:
-                yield
-            except OSError as error:
-                if self.weights == "random":
-                    raise
-                raise ConnectionError(
-                    f"The weights of {self.hub} could not be loaded ({error}). They need the "
-                    'network once. Use weights="random", or fetch them on a connected machine with '
-                    f"`hf download {self.hub}`."
-                ) from error
+            yield
 
     def shared(self, key: Any, make: Callable[[], nn.Module], at_most: int = 1) -> nn.Module:
-        """The frozen networks that depend on `key`: made once, and held for all trainers. Of
-        `at_most` so many, the one that was asked for longest ago makes room for another."""
+        """The frozen networks that depend on `key`: made once, and held for all trainers. No more
+        than `at_most` are held; the one that was asked for longest ago makes room for another."""
         if key in self._held:
             self._held[key] = self._held.pop(key)
         else:
@@ -236,8 +238,8 @@ class Workload(ABC):
         return self._held[key]
 
     def release_weights(self) -> None:
-        """Forget the weights that trainers share; they stay with trainers that run. The next that
-        shares them makes them anew, and one that has its own has the room for itself."""
+        """Forget the weights that trainers share. Trainers that run keep theirs; the next one makes
+        them anew."""
         held = bool(self._held)
         self._held.clear()
         # On a GPU in any case: a trainer that ended before holds memory until its circles of

@@ -9,17 +9,14 @@ LoRA adapts all seven projections of Qwen3's blocks with alpha = 2 r, as the art
 for the same of gpt-oss and gets attention alone: the experts' weights are no linear layers. The
 router stays frozen.
 
-At `full` the architectures are Qwen3-8B's and gpt-oss-20b's to the parameter, or with "32b" and
-"120b" in the name those of Qwen3-32B and gpt-oss-120b (which in 16 bits is larger than any GPU: its
-shapes are for device="meta"). `small` is Qwen3-0.6B and a gpt-oss of 0.8 billion parameters. `tiny`
-ones have two thin blocks and texts a quarter as long. As published, gpt-oss runs with eager
-attention and a loop over its experts; rewritten, with attention in one kernel and experts in
-grouped products.
+At `full` the architectures are Qwen3-8B's (with "32b" in the name Qwen3-32B's) and gpt-oss-20b's to
+the parameter. `small` is Qwen3-0.6B and a gpt-oss of 0.8 billion parameters. `tiny` ones have two
+thin blocks and texts a quarter as long. As published, gpt-oss runs with eager attention and a loop
+over its experts; rewritten, with attention in one kernel and experts in grouped products.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,31 +25,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from labutils.data.packing import Layout
+from labutils.data.packing import Collate, Layout
 from labutils.data.texts import (
     LONG,
     LONGEST,
     SHORT,
     Chat,
-    Collate,
     Conversation,
     Conversations,
     from_hub,
 )
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
-from labutils.layers.grouped_moe import register_experts
 from labutils.layers.packed_attention import register_attention
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, refuse, remembered
-from labutils.workloads.decoder import (
-    FP8_ROWS,
-    DecoderSize,
-    DecoderWorkload,
-    ExampleSize,
-    Published,
-    Rewritten,
-    built_in,
-)
+from labutils.workloads.decoder import DecoderSize, DecoderWorkload, ExampleSize, built_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +62,7 @@ GPT_OSS = {
     "full": Size(2880, 24, 64, 8, 64, 2880, 201088, experts=32, hub="openai/gpt-oss-20b"),
 }
 GPT_OSS_120B = Size(2880, 36, 64, 8, 64, 2880, 201088, experts=128, hub="openai/gpt-oss-120b")
+"""In 16 bits it is larger than any GPU: its shapes are for device="meta"."""
 
 VARIANTS = {
     "qwen3-lora-short": (QWEN3, SHORT),
@@ -83,24 +71,21 @@ VARIANTS = {
     "qwen3-32b-lora-long": (QWEN3 | {"full": QWEN3_32B}, LONG),
     "gpt-oss-lora-short": (GPT_OSS, SHORT),
     "gpt-oss-lora-long": (GPT_OSS, LONG),
-    "gpt-oss-120b-lora-short": (GPT_OSS | {"full": GPT_OSS_120B}, SHORT),
-    "gpt-oss-120b-lora-long": (GPT_OSS | {"full": GPT_OSS_120B}, LONG),
 }
 """Workload's name -> sizes by scale, and the kind of its texts."""
-CROWDED = 3
-"""Packed rows hold up to so many times as many texts as fit on average. Room for as many as there
-could be of the shortest would be empty nearly always, and attention kernels pass through all of it.
-"""
 
 
 class LanguageLora(DecoderWorkload):
-    """See the module's docstring; for what batches hold, `data.texts.Collate`."""
+    """See the module's docstring; for what batches hold, `data.packing.Collate`."""
 
     libraries = (
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.gpt_oss.modeling_gpt_oss",
     )
-    loads_4_bits = True
+    takes = DecoderWorkload.takes | {
+        "cache": ("nothing",),
+        "shapes": ("as-they-come", "padded", "buckets", "packed"),
+    }
 
     def __init__(self, name: str, *where: Any) -> None:
         self.sizes, self.kind = VARIANTS[name]
@@ -109,21 +94,16 @@ class LanguageLora(DecoderWorkload):
     # ---------------------------------------------------------------------------- the model
 
     def check(self, recipe: Recipe) -> None:
+        super().check(recipe)
         refuse(
             recipe.adapter == "none" and recipe.layers == "rewritten",
             "adapter='none' trains the library's own model here. Use layers='published'.",
         )
         refuse(
-            recipe.cache != "nothing",
-            f"cache={recipe.cache!r} needs a frozen encoder, and a language model has none.",
-        )
-        refuse(recipe.shapes == "fixed", "shapes='fixed' is about images. Use 'padded' for texts.")
-        refuse(
             recipe.loss == "answers" and recipe.predict == "everything",
             "loss='answers' leaves out the logits of what isn't predicted, and "
             "predict='everything' predicts all of it. Use loss='fused', or predict='answers'.",
         )
-        super().check(recipe)
 
     def random_network(self, dtype: torch.dtype) -> nn.Module:
         return build_lm(self.size, self.device, dtype)
@@ -134,19 +114,7 @@ class LanguageLora(DecoderWorkload):
         options = _implementations(self.size)
         if self.size.experts:  # published with 4-bit experts; unpacked, as random weights come
             options["quantization_config"] = Mxfp4Config(dequantize=True)
-        register_attention()
-        register_experts()
         return AutoModelForCausalLM.from_pretrained(self.hub, dtype=dtype, **options)
-
-    def rewritten(self, network: nn.Module, recipe: Recipe) -> Rewritten:
-        if self.size.experts:
-            network.config._experts_implementation = "frozen"
-        longest = self._longest(recipe) if recipe.shapes == "packed" else None
-        return Rewritten(network, recipe.loss, longest)
-
-    def called(self, model: Published | Rewritten) -> nn.Module:
-        """All of it: the embedding is looked up outside of the part that is trained."""
-        return model
 
     def publish(self, folder: Path, seed: int = 0) -> None:
         """Write the frozen model and its tokenizer as `from_pretrained` of transformers reads them,
@@ -166,20 +134,9 @@ class LanguageLora(DecoderWorkload):
     def pad(self) -> int:
         return self._tokenizer().pad_token_id
 
-    def layout(self, recipe: Recipe) -> Layout:
-        budget = self.token_budget(recipe)
-        lengths = [example.tokens for example in self.example_sizes(recipe)]
-        usual = math.ceil(CROWDED * budget * len(lengths) / sum(lengths))
-        segments = min(budget // min(lengths), usual)
-        multiple = FP8_ROWS if "fp8" in recipe.base_linear else 1
-        return Layout(recipe.shapes, budget, 0, segments, multiple, self._longest(recipe))
-
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where texts may be shorter."""
         return recipe.token_budget // self.size.shorter
-
-    def _longest(self, recipe: Recipe) -> int:
-        return max(example.tokens for example in self.example_sizes(recipe))
 
     @remembered
     def example_sizes(self, recipe: Recipe) -> list[ExampleSize]:
@@ -214,7 +171,6 @@ def build_lm(size: Size, device: torch.device, dtype: torch.dtype) -> nn.Module:
     from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     register_attention()
-    register_experts()
     sizes: dict[str, Any] = {
         "vocab_size": size.words,
         "hidden_size": size.width,

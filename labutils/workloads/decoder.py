@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,9 @@ from labutils.layers.activation_checkpoint import (
     recomputing_within,
 )
 from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
+from labutils.layers.grouped_moe import register_experts
 from labutils.layers.lora import attach_lora, save_adapter
+from labutils.layers.packed_attention import register_attention
 from labutils.layers.quantization.convert import (
     BYTES_READ,
     convert_base,
@@ -61,6 +64,12 @@ FP8_ROWS = 16
 """FP8 layers take rows in multiples of this. Transformer Engine insists on 8, which article A2 met
 as an assertion; ours fills rows up to 16, and compiled for any length needs a second graph for
 lengths that must be filled up."""
+
+CROWDED = 3
+"""Packed rows hold up to so many times as many examples as fit on average. Room for as many as
+there could be of the shortest would be empty nearly always, and attention kernels pass through all
+of it.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,8 +106,8 @@ class ExampleSize:
 
 
 class Decoder(nn.Module):
-    """Embedded tokens [r, n, width] to the mean loss of the targets: the language model and its
-    head.
+    """Embedded tokens [r, n, width] and their batch (see `data.packing.Collate`) to the mean loss
+    of the targets: the language model and its head.
 
     longest: tokens of the longest document in packed rows, for attention to count on; None: as long
     as a row.
@@ -111,22 +120,16 @@ class Decoder(nn.Module):
         self.language, self.head, self.kind, self.longest = language, head, loss, longest
         self.chunk_loss = ChunkLoss() if loss == "fused" else None
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        targets: Tensor,
-        answers: Tensor,
-        answer_targets: Tensor,
-        boundaries: Tensor | None = None,
-    ) -> Tensor:
-        turns = self.language.rotary_emb(x, position_ids=positions)
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        turns = self.language.rotary_emb(x, position_ids=batch["positions"])
+        packed = {"boundaries": batch.get("boundaries"), "longest": self.longest}
         for layer in self.language.layers:
-            x = layer(x, position_embeddings=turns, boundaries=boundaries, longest=self.longest)
+            x = layer(x, position_embeddings=turns, **packed)
         x = x.flatten(0, 1)
         if self.kind == "answers":
-            return cross_entropy(self.language.norm(x[answers]), self.head.weight, answer_targets)
-        hidden, targets = self.language.norm(x), targets.flatten()
+            hidden = self.language.norm(x[batch["answers"]])
+            return cross_entropy(hidden, self.head.weight, batch["answer_targets"])
+        hidden, targets = self.language.norm(x), batch["targets"].flatten()
         if self.chunk_loss is None:
             return cross_entropy(hidden, self.head.weight, targets)
         return linear_cross_entropy(hidden, self.head.weight, targets, chunk_loss=self.chunk_loss)
@@ -157,12 +160,7 @@ class Rewritten(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         with record_function("forward"):
-            return self.decode(self.network.get_input_embeddings()(batch["input_ids"]), batch)
-
-    def decode(self, x: Tensor, batch: Batch) -> Tensor:
-        """The loss of embedded tokens [r, n, width]."""
-        names = ("positions", "targets", "answers", "answer_targets", "boundaries")
-        return self.decoder(x, **{name: batch[name] for name in names if name in batch})
+            return self.decoder(self.network.get_input_embeddings()(batch["input_ids"]), batch)
 
 
 def projections(network: nn.Module) -> tuple[str, ...]:
@@ -194,7 +192,16 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
     says."""
     if recipe.checkpointing == "off":
         return
-    if _recomputes_within(language, recipe):
+    # A block's checkpoint is compiled with it where it can be. As published it is the library's,
+    # which runs compiled blocks once more. Transformer Engine's is closed to the compiler. A
+    # mixture's router must choose the same experts both times, and the compiler may sum it up in
+    # another order in the backward pass.
+    if (
+        (recipe.checkpointing, recipe.layers) == ("blocks", "rewritten")
+        and (recipe.compile != "off" and recipe.compile_scope == "blocks")
+        and recipe.base_linear != "fp8-te"
+        and not getattr(language.config, "num_local_experts", 0)
+    ):
         for layer in language.layers:
             layer.forward = recomputing_within(layer.forward)
         return
@@ -210,23 +217,6 @@ def checkpoint_blocks(language: nn.Module, recipe: Recipe) -> None:
             compat.set_block_checkpoint(layer, recomputing(recipe.base_linear))
 
 
-def _recomputes_within(language: nn.Module, recipe: Recipe) -> bool:
-    """Whether a block's checkpoint is compiled with it.
-
-    As published it is the library's, which runs compiled blocks once more. Transformer Engine's is
-    closed to the compiler. A mixture's router must choose the same experts both times, and the
-    compiler may sum it up in another order in the backward pass.
-    """
-    return (
-        recipe.compile != "off"
-        and recipe.compile_scope == "blocks"
-        and recipe.layers == "rewritten"
-        and recipe.checkpointing == "blocks"
-        and recipe.base_linear != "fp8-te"
-        and not getattr(language.config, "num_local_experts", 0)
-    )
-
-
 # -------------------------------------------------------------------------------------------------
 # The workload
 
@@ -236,13 +226,13 @@ class DecoderWorkload(Workload):
     everything else is frozen.
 
     A workload of its own says in `random_network` and `pretrained` how the frozen network is made,
-    in `rewritten` what comes before the decoder, and in the methods below what its examples are.
+    in `rewrites` what comes before the decoder, and in the methods below what its examples are.
     """
 
     steps_vary: ClassVar[bool] = True
-    loads_4_bits: ClassVar[bool] = False
-    """Whether bitsandbytes' layers are there before the adapters, as from_pretrained has it: PEFT
-    then takes the adapted layers that it has for 4 bits."""
+    takes = {"adapter": ("peft", "plain", "none"), "memory_format": ("contiguous",)}
+    rewrites: ClassVar[type[Rewritten]] = Rewritten
+    """The model around an adapted network for layers="rewritten"."""
 
     sizes: Mapping[str, DecoderSize]
     """Scale -> the decoder's size, and what else differs between scales."""
@@ -263,10 +253,6 @@ class DecoderWorkload(Workload):
     def pretrained(self, dtype: torch.dtype) -> nn.Module:
         """The same from the hub."""
 
-    @abstractmethod
-    def rewritten(self, network: nn.Module, recipe: Recipe) -> Rewritten:
-        """The model around an adapted network for layers="rewritten"."""
-
     def left_out(self, recipe: Recipe) -> tuple[str, ...]:
         """Parts of the network whose linear layers `recipe.base_linear` doesn't convert: the head,
         as transformers does."""
@@ -277,8 +263,8 @@ class DecoderWorkload(Workload):
         """What every example takes, in the dataset's order."""
 
     @abstractmethod
-    def layout(self, recipe: Recipe) -> Layout:
-        """The form of this recipe's batches."""
+    def token_budget(self, recipe: Recipe) -> int:
+        """The recipe's `token_budget` at this scale, where examples may be shorter."""
 
     @abstractmethod
     def collate_in(self, layout: Layout, published: bool) -> Callable[[list], Batch]:
@@ -302,8 +288,8 @@ class DecoderWorkload(Workload):
             network = around_the_same(self._frozen(dtype, recipe.seed))
         else:  # its own copy, so that converting a layer lets go of what it was
             network = self.make(dtype, recipe.seed)
-        loads_4_bits = recipe.base_linear == "nf4" and self.loads_4_bits
-        if loads_4_bits:
+        loads_4_bits = recipe.base_linear == "nf4"
+        if loads_4_bits:  # before the adapters, as from_pretrained does: PEFT has layers for these
             convert_base(network, self.converted(network, recipe), "nf4", dtype)
             compat.mark_as_four_bits(network)
         names = projections(network)
@@ -315,23 +301,22 @@ class DecoderWorkload(Workload):
         if recipe.layers == "published":
             model: Published | Rewritten = Published(network)
         else:
+            register_attention()
             language.config._attn_implementation = "documents"
-            model = self.rewritten(network, recipe)
+            if self.size.experts:
+                register_experts()
+                network.config._experts_implementation = "frozen"
+            longest = self.layout(recipe).longest if recipe.shapes == "packed" else None
+            model = self.rewrites(network, recipe.loss, longest)
         model.base_linear = recipe.base_linear
         return model
 
     def check(self, recipe: Recipe) -> None:
         """Raise `ValueError` for what no decoder can do of a recipe, `Unavailable` for what a
         library can't."""
-        published = recipe.layers == "published"
-        refuse(
-            recipe.adapter == "folded",
-            "adapter='folded' is not built for decoders. Use 'peft' or 'plain'.",
-        )
-        refuse(
-            recipe.memory_format != "contiguous",
-            "memory_format='channels_last' is for convolutions. Use 'contiguous'.",
-        )
+        super().check(recipe)
+        published, kind = recipe.layers == "published", recipe.checkpointing
+        whole = recipe.compile != "off" and recipe.compile_scope != "blocks"
         refuse(
             published and (recipe.shapes == "packed" or recipe.loss != "logits"),
             f"shapes={recipe.shapes!r} with loss={recipe.loss!r} needs layers='rewritten': "
@@ -344,16 +329,32 @@ class DecoderWorkload(Workload):
             "driver='graph' records one step of fixed shapes that never asks the host. Use "
             "layers='rewritten' and shapes='padded' or 'packed' with it.",
         )
-        _check_checkpointing(recipe)
+        refuse(
+            kind == "selective" and recipe.base_linear != "published",
+            "checkpointing='selective' keeps the results of PyTorch's own products, and "
+            f"base_linear={recipe.base_linear!r} has others. Use checkpointing='blocks'.",
+        )
+        refuse(
+            kind == "offload"
+            and (whole or recipe.driver == "graph" or recipe.base_linear == "fp8-te"),
+            "checkpointing='offload' copies between blocks that the host starts: with neither "
+            "driver='graph', base_linear='fp8-te' nor a compile_scope other than 'blocks'. Use "
+            "checkpointing='blocks'.",
+        )
+        if recipe.base_linear == "fp8-te" and kind == "blocks" and whole:
+            raise Unavailable(
+                "Transformer Engine's checkpointing is closed to the compiler. Compile the blocks "
+                "one by one: compile_scope='blocks'"
+            )
 
     def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, in `dtype` on the device."""
         with self.making_weights(seed):
             if self.weights == "hub":
-                network = self.pretrained(dtype).to(self.device)
+                network = self.pretrained(dtype)
             else:
                 network = self.random_network(dtype)
-        return network.requires_grad_(False)
+        return network.to(self.device).requires_grad_(False)
 
     def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """The frozen network, one at a time: two of 7 billion parameters would fill what training
@@ -363,6 +364,10 @@ class DecoderWorkload(Workload):
     def trained(self, model: Published | Rewritten) -> tuple[str, nn.Module]:
         name = "network" if isinstance(model, Published) else "decoder"
         return name, getattr(model, name)
+
+    def called(self, model: Published | Rewritten) -> nn.Module:
+        """All of it: the embedding is looked up outside of the part that is trained."""
+        return model
 
     def frozen(self, model: Published | Rewritten) -> list[nn.Module]:
         return []
@@ -393,6 +398,18 @@ class DecoderWorkload(Workload):
             return model(batch)
 
     # ---------------------------------------------------------------------------- the data
+
+    def layout(self, recipe: Recipe) -> Layout:
+        """The form of this recipe's batches."""
+        examples, budget = self.example_sizes(recipe), self.token_budget(recipe)
+        tokens, tiles = [e.tokens for e in examples], [e.tiles for e in examples]
+        most = max(tiles)
+        if recipe.shapes == "packed":  # a tenth more tiles than a row of average images has
+            most = max(most, round(1.1 * budget * sum(tiles) / sum(tokens)))
+        usual = math.ceil(CROWDED * budget * len(tokens) / sum(tokens))
+        segments = min(budget // min(tokens), usual)
+        multiple = FP8_ROWS if "fp8" in recipe.base_linear else 1
+        return Layout(recipe.shapes, budget, most, segments, multiple, max(tokens))
 
     def order(self, dataset: Dataset | None, recipe: Recipe) -> Sampler[list[int]] | None:
         if recipe.shapes != "packed":
@@ -471,37 +488,6 @@ class DecoderWorkload(Workload):
     def tiles_of(self, batch: Batch) -> int:
         """Tiles of the images in a batch."""
         return 0
-
-
-def _check_checkpointing(recipe: Recipe) -> None:
-    """Raise `ValueError` where a recipe's checkpointing doesn't go with the rest of it,
-    `Unavailable` where a library's doesn't."""
-    kind, base_linear = recipe.checkpointing, recipe.base_linear
-    whole = recipe.compile != "off" and recipe.compile_scope != "blocks"
-    if base_linear == "fp8-te" and kind == "blocks" and whole:
-        raise Unavailable(
-            "Transformer Engine's checkpointing is closed to the compiler. Compile the blocks one "
-            "by one: compile_scope='blocks'"
-        )
-    refuse(
-        kind == "selective" and base_linear != "published",
-        "checkpointing='selective' keeps the results of PyTorch's own products, and "
-        f"base_linear={base_linear!r} has others. Use checkpointing='blocks'.",
-    )
-    refuse(
-        kind == "offload" and recipe.driver == "graph",
-        "checkpointing='offload' copies to the host, which driver='graph' can't record. Use "
-        "'blocks'.",
-    )
-    refuse(
-        kind == "offload" and base_linear == "fp8-te",
-        "checkpointing='offload' doesn't know of Transformer Engine's scales, which change between "
-        "a block's two passes. Use checkpointing='blocks' with base_linear='fp8-te'.",
-    )
-    refuse(
-        kind == "offload" and whole,
-        "checkpointing='offload' works between compiled blocks. Use compile_scope='blocks'.",
-    )
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Libraries are imported out of the garbage collector's sight, and stay there.
+"""Imports that the garbage collector passes over.
 
-They are a million objects that live as long as the process does. The collector would look through
-them time and again while they are imported, a fifth of that time, and for a third of a second
-whenever an ended trainer's cycles of references are to be found.
+The libraries are a million objects that live as long as the process does. The collector would look
+through them again and again while they are imported, which takes a fifth of that time. Later it
+would take a third of a second whenever an ended trainer's cycles of references are to be found.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-from collections.abc import Iterator
 
 _asked_for: set[str] = set()
 
@@ -18,28 +17,19 @@ _asked_for: set[str] = set()
 def import_unseen(*modules: str) -> None:
     """Import modules, unless the first of them was asked for before.
 
-    All that is there by then is hidden from the collector for good. The first time there are no
-    models yet, later there may be, and their cycles of references must be found. A module that
-    can't be imported is passed over: its error is told where it is used.
+    Every object that exists afterwards is hidden from the collector for good. That is done once for
+    a list of modules: later there may be models, whose cycles of references must be found. A module
+    that can't be imported is skipped: its error is raised where it is used.
     """
     if modules[0] in _asked_for:
         return
     _asked_for.add(modules[0])
-    with unseen():
-        for module in modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(module)
-
-
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """The garbage collector rests meanwhile, and passes over all that is there by the end, for
-    good.
-    """
     collecting = gc.isenabled()
     gc.disable()
     try:
-        yield
+        for module in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(module)
         gc.freeze()
     finally:
         if collecting:

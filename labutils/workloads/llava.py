@@ -26,16 +26,13 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from labutils.data.anyres import Collate, Examples, Geometry
-from labutils.data.images import image_sizes
-from labutils.data.leaves import BEANS, VARIED, leaf_images
+from labutils.data.images import image_sizes, leaf_images
 from labutils.data.packing import Layout
-from labutils.data.tokenizers import llava_processor
-from labutils.layers.packed_attention import register_attention
+from labutils.data.tokenizers import hub_tokenizer, llava_processor, llava_tokenizer
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe
 from labutils.workloads.base import DTYPES, Batch, refuse, remembered
 from labutils.workloads.decoder import (
-    FP8_ROWS,
     DecoderSize,
     DecoderWorkload,
     ExampleSize,
@@ -106,15 +103,15 @@ class Vision(nn.Module):
 class RewrittenLlava(Rewritten):
     """Vision tower and decoder as two regions of static shapes, with one gather between them."""
 
-    def __init__(self, network: nn.Module, loss: str) -> None:
-        super().__init__(network, loss)
+    def __init__(self, network: nn.Module, loss: str, longest: int | None) -> None:
+        super().__init__(network, loss, longest)
         self.vision = Vision(network)
 
     def forward(self, batch: Batch) -> Tensor:
         with record_function("encode"):
             x = self.embedded(batch)
         with record_function("forward"):
-            return self.decode(x, batch)
+            return self.decoder(x, batch)
 
     @torch.no_grad()
     def embedded(self, batch: Batch) -> Tensor:
@@ -145,25 +142,22 @@ class MultimodalLora(DecoderWorkload):
     )
 
     sizes = SIZES
+    rewrites = RewrittenLlava
+    takes = DecoderWorkload.takes | {
+        "adapter": ("peft", "plain"),
+        "cache": ("nothing", "features"),
+        "predict": ("answers",),
+    }
 
     # ---------------------------------------------------------------------------- the model
 
     def check(self, recipe: Recipe) -> None:
-        refuse(recipe.adapter == "none", "adapter='none' is not built here: no GPU would hold it.")
-        refuse(
-            recipe.cache not in ("nothing", "features"),
-            f"cache={recipe.cache!r} is for diffusion models. Use cache='features' here.",
-        )
+        super().check(recipe)
         refuse(
             recipe.layers == "published" and recipe.cache == "features",
             "cache='features' needs layers='rewritten': transformers' own forward pass takes "
             "pixels.",
         )
-        refuse(
-            recipe.predict != "answers",
-            f"predict={recipe.predict!r} is for texts alone: most of a prompt here is an image.",
-        )
-        super().check(recipe)
 
     def random_network(self, dtype: torch.dtype) -> nn.Module:
         return build_llava(self.size, self.device, dtype)
@@ -172,9 +166,6 @@ class MultimodalLora(DecoderWorkload):
         from transformers import LlavaNextForConditionalGeneration
 
         return LlavaNextForConditionalGeneration.from_pretrained(self.hub, dtype=dtype)
-
-    def rewritten(self, network: nn.Module, recipe: Recipe) -> Rewritten:
-        return RewrittenLlava(network, recipe.loss)
 
     def left_out(self, recipe: Recipe) -> tuple[str, ...]:
         """FP8 takes the decoder's and the projector's layers as article A2 does, whose vision tower
@@ -218,15 +209,6 @@ class MultimodalLora(DecoderWorkload):
     def pad(self) -> int:
         return self._processor().tokenizer.pad_token_id
 
-    def layout(self, recipe: Recipe) -> Layout:
-        examples, budget = self.example_sizes(recipe), self.token_budget(recipe)
-        tokens, tiles = [e.tokens for e in examples], [e.tiles for e in examples]
-        most = max(tiles)
-        if recipe.shapes == "packed":  # a tenth more tiles than a row of average images has
-            most = max(most, round(1.1 * budget * sum(tiles) / sum(tokens)))
-        multiple = FP8_ROWS if recipe.base_linear.startswith("fp8") else 1
-        return Layout(recipe.shapes, budget, most, budget // min(tokens), multiple)
-
     def token_budget(self, recipe: Recipe) -> int:
         """The recipe's `token_budget` at this scale, where a tile may have fewer tokens."""
         patches = self.size.geometry.side**2 / SIZES["full"].geometry.side ** 2
@@ -248,17 +230,16 @@ class MultimodalLora(DecoderWorkload):
 
     @remembered
     def _images(self) -> Any:
-        kind = VARIED if self.name == "llava-lora-varied" else BEANS
-        return leaf_images(self.cache_dir, self.size.images, self.data, kind, self.size.tile)
+        varied_for = self.size.tile if self.name == "llava-lora-varied" else None
+        return leaf_images(self.cache_dir, self.size.images, self.data, varied_for)
 
     @remembered
     def _processor(self) -> Any:
-        words = self.size.words - EXTRA_WORDS
-        if self.weights == "random":
-            return llava_processor(self.size.geometry, words)
-        return llava_processor(
-            self.size.geometry, words, hub=self.hub, cache_dir=self.cache_dir / "hub"
-        )
+        if self.weights == "hub":
+            tokenizer = hub_tokenizer(self.hub, self.cache_dir / "hub")
+        else:
+            tokenizer = llava_tokenizer(self.size.words - EXTRA_WORDS)
+        return llava_processor(self.size.geometry, tokenizer)
 
     def _examples(self, recipe: Recipe) -> Examples:
         return Examples(self._processor(), self.size.tile if recipe.shapes == "fixed" else 0)
@@ -342,6 +323,5 @@ def build_llava(size: Size, device: torch.device, dtype: torch.dtype) -> nn.Modu
         image_seq_length=size.geometry.side**2,
         attn_implementation="sdpa",
     )
-    register_attention()
     with built_in(dtype, device):
         return LlavaNextForConditionalGeneration(config).eval()

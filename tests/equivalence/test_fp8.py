@@ -40,16 +40,6 @@ def test_every_code_means_what_pytorch_says(fmt):
 
 
 @formats
-def test_every_number_has_its_code(fmt):
-    numbers = decode(ALL_CODES, fmt)
-    finite = numbers.isfinite()
-    assert torch.equal(encode(numbers, fmt)[finite], ALL_CODES[finite])
-    back = encode(numbers, fmt, saturate=False)
-    assert torch.equal(back[~numbers.isnan()], ALL_CODES[~numbers.isnan()])
-    assert decode(back, fmt)[numbers.isnan()].isnan().all()
-
-
-@formats
 def test_ties_go_to_the_even_code(fmt):
     numbers = fp8_math.numbers(fmt).double()
     middles = (numbers[1:] + numbers[:-1]) / 2
@@ -60,7 +50,7 @@ def test_ties_go_to_the_even_code(fmt):
 
 @formats
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_float_in_range_is_rounded_as_pytorch_does(fmt, data):
     values = data.draw(
         st.lists(st.floats(-fmt.largest, fmt.largest, width=32), min_size=1, max_size=20)
@@ -71,7 +61,7 @@ def test_any_float_in_range_is_rounded_as_pytorch_does(fmt, data):
 
 @formats
 @given(value=st.floats(width=32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_nearest_number_is_found_for_any_float(fmt, value):
     x = torch.tensor([value], dtype=torch.float32)
     number = decode(encode(x, fmt), fmt).item()
@@ -99,18 +89,8 @@ def test_beyond_the_range():
     x = torch.tensor([1e3, -1e6, math.inf, -math.inf])
     assert decode(encode(x)).tolist() == [448, -448, 448, -448]
     assert decode(encode(x, saturate=False)).isnan().all()
-    assert decode(encode(x * 100, E5M2, saturate=False), E5M2).tolist() == [
-        math.inf,
-        -math.inf,
-        math.inf,
-        -math.inf,
-    ]
-
-
-def test_bits_are_shown_field_by_field():
-    code = encode(torch.tensor([448.0, -57344.0]))[0].item()
-    assert fp8_math.bits(code) == "0 1111 110"
-    assert fp8_math.bits(encode(torch.tensor(-57344.0), E5M2).item(), E5M2) == "1 11110 11"
+    beyond = decode(encode(x * 100, E5M2, saturate=False), E5M2)
+    assert torch.equal(beyond, x.sign() * math.inf)
 
 
 # Casting: article A2's words
@@ -120,18 +100,6 @@ def test_the_articles_casts():
     cast = fp8_math.saturating_cast(torch.tensor([1e3, 1e6, 5e-5, -1e3]))
     assert cast.float().tolist() == [448, 448, 0, -448]
     assert fp8_math.saturating_cast(torch.tensor([math.nan])).float().isnan().all()
-
-
-def test_what_pytorchs_own_cast_does_beyond_the_range():
-    """It saturates, or gives NaN; which one is a fact about the version, and `plain_cast_saturates`
-    knows it.
-    """
-    cast = torch.tensor([465.0, 1e3, 1e6]).to(torch.float8_e4m3fn).float()
-    if fp8_math.plain_cast_saturates():
-        assert cast.tolist() == [448, 448, 448]
-    else:
-        assert cast.isnan().all()
-    assert torch.tensor([464.0]).to(torch.float8_e4m3fn).item() == 448
 
 
 # Scaling
@@ -155,29 +123,13 @@ def test_each_group_fills_the_range_and_is_restored_to_within_its_rounding(
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     q = quantise(x, granularity, fmt)
     assert q.values.dtype == fmt.dtype
-    largest = (
-        q.values.float().abs().amax(-1)
-        if granularity != "tensor"
-        else q.values.float().abs().amax()
-    )
+    largest = fp8_math.amax(q.values, granularity)
     reached = fmt.largest if granularity != "block" else fmt.largest / 2
     assert ((largest >= reached * 0.99) & (largest <= fmt.largest)).all()
     error = (q.restored() - x).abs()
     half_step = x.abs() * 2.0 ** -(fmt.mantissa_bits + 1)
     subnormal = (q.inverse * fmt.smallest / 2).expand_as(q.values).reshape(x.shape)
     assert (error <= torch.maximum(half_step, subnormal) * 1.001).all()
-
-
-def test_block_scales_are_powers_of_two_that_e8m0_holds():
-    x = (
-        torch.randn(8, 128, generator=torch.Generator().manual_seed(1))
-        * torch.logspace(-8, 8, 8)[:, None]
-    )
-    q = quantise(x, "block")
-    assert q.values.shape == (8, 4, 32)
-    assert q.inverse.shape == (8, 4, 1)
-    assert torch.equal(torch.frexp(q.inverse)[0], torch.full_like(q.inverse, 0.5))
-    assert torch.equal(q.inverse.to(torch.float8_e8m0fnu).float(), q.inverse)
 
 
 def test_what_is_lost_is_counted():

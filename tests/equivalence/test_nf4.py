@@ -86,12 +86,7 @@ def test_the_articles_example_to_the_digit():
     q = quantise_int(torch.tensor([2.50, -0.70, 0.12, 0.48]))
     assert q.codes.flatten().tolist() == [127, -36, 6, 24]
     assert q.constant.item() == pytest.approx(50.8)
-    assert [f"{value:.4f}" for value in q.restored().tolist()] == [
-        "2.5000",
-        "-0.7087",
-        "0.1181",
-        "0.4724",
-    ]
+    assert q.restored().tolist() == pytest.approx([2.5, -0.7087, 0.1181, 0.4724], abs=5e-5)
 
 
 def test_rows_are_quantised_as_bitsandbytes_int8_does():
@@ -106,7 +101,7 @@ def test_rows_are_quantised_as_bitsandbytes_int8_does():
 
 
 @given(**traits, bits=st.integers(2, 8), block=st.none() | st.integers(1, 100))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_no_number_is_farther_off_than_half_a_step(n, seed, zeros, outlier, exponent, bits, block):
     x = with_traits(n, seed, zeros, outlier, exponent)
     q = quantise_int(x, bits, block)
@@ -141,22 +136,11 @@ def test_the_papers_construction():
         )
 
 
-@given(**traits, block=st.none() | st.integers(1, 100))
-@settings(max_examples=100, deadline=None)
-def test_the_nearest_level_is_found(n, seed, zeros, outlier, exponent, block):
-    x = with_traits(n, seed, zeros, outlier, exponent)
-    coded = quantise_to(nf4_math.nf4_levels(), x, block)
-    scaled = nf4_math.blocks_of(x, block) / coded.absmax.clamp(min=1e-30)[:, None]
-    best = (scaled[..., None] - coded.levels).abs().min(dim=-1).values
-    taken = (scaled - coded.levels[coded.codes.int()]).abs()
-    torch.testing.assert_close(taken, best, rtol=0, atol=1e-6)
-
-
 # NF4 against bitsandbytes
 
 
 @given(**traits, block=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_bytes_and_constants_are_bitsandbytes_own(n, seed, zeros, outlier, exponent, block, dtype):
     x = with_traits(
         n, seed, zeros, outlier, exponent // 8 if dtype == torch.float16 else exponent
@@ -177,15 +161,12 @@ def test_bytes_and_constants_are_bitsandbytes_own(n, seed, zeros, outlier, expon
 
 
 @given(**traits, block=st.sampled_from([32, 64, 128]), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_restored_weights_are_bitsandbytes_own(n, seed, zeros, outlier, exponent, block, dtype):
     x = with_traits(2 * n, seed, zeros, outlier, exponent).clamp(-6e4, 6e4)
     packed, state = bnb.quantize_4bit(x.to(dtype), blocksize=block, quant_type="nf4")
     ours = NF4(packed.flatten(), state.absmax, x.shape, block)
     assert torch.equal(ours.restored(dtype), restored_by_bitsandbytes(packed, state))
-
-
-# Packing
 
 
 # Double quantisation
@@ -197,7 +178,7 @@ def constants(n: int, seed: int) -> torch.Tensor:
 
 
 @given(n=sizes, seed=seeds)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_constants_are_quantised_as_bitsandbytes_does(n, seed):
     absmax = constants(n, seed)
     differences = absmax - absmax.mean()
@@ -231,17 +212,13 @@ def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
 
 
 def test_bits_a_parameter():
-    assert nf4_math.constant_bits() == 0.5
-    assert round(nf4_math.doubled_constant_bits(), 3) == 0.127
     x = random(GROUP * BLOCK * 4)
     w = quantise_nf4(x)
-    doubled = double_quantise(w.absmax)
-    kept = doubled.differences
-    held = {"codes": w.packed.nbytes, "constants": w.absmax.nbytes}
-    held["doubled"] = kept.codes.nbytes + kept.absmax.nbytes
-    bits = {name: 8 * count / x.numel() for name, count in held.items()}
+    doubled = double_quantise(w.absmax).differences
+    held = [w.packed.nbytes, w.absmax.nbytes, doubled.codes.nbytes + doubled.absmax.nbytes]
     expected = [4, nf4_math.constant_bits(), nf4_math.doubled_constant_bits()]
-    assert list(bits.values()) == expected
+    assert [8 * count / x.numel() for count in held] == expected
+    assert round(expected[2], 3) == 0.127
 
 
 # Errors

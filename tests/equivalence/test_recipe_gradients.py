@@ -10,12 +10,9 @@ import torch
 from recipes_at_work import (
     PLAIN,
     Watched,
-    adapter_gradients,
     assert_same_gradients,
     assert_same_path,
-    copied,
     one_thread,
-    perturb,
     sd_workload,
     watch,
     watch_trainer,
@@ -25,8 +22,8 @@ from torch.func import functional_call
 
 from labutils.labs.ladders import A1_LADDER, climb
 from labutils.layers.cuda_graph import attention_kernel
-from labutils.layers.lora import adapter_state, lora_layers
-from labutils.recipe import STOCK, Recipe
+from labutils.layers.lora import lora_layers
+from labutils.recipe import STOCK
 from labutils.training import Trainer
 from labutils.workloads import open_workload, stable_diffusion
 from labutils.workloads.stable_diffusion import SIZES
@@ -61,19 +58,11 @@ CHANGES = {
     "peft": {"adapter": "peft"},
     "folded": {"adapter": "folded"},
     "stock": {"driver": "accelerate", "adapter": "peft"},
-    "channels last": {"memory_format": "channels_last"},
-    "rewritten": {"layers": "rewritten"},
     "channels last, rewritten": {"memory_format": "channels_last", "layers": "rewritten"},
-    "fused optimizer": {"optimizer": "adamw-fused"},
-    "device log": {"logging": "ring-buffer"},
-    "device log, accelerate": {"logging": "ring-buffer", "driver": "accelerate"},
-    "cached latents": {"cache": "latents"},
+    "fused optimizer, device log": {"optimizer": "adamw-fused", "logging": "ring-buffer"},
     "cached text": {"cache": "latents+text"},
     "workers": {"num_workers": 2, "persistent_workers": True},
-    "workers, accelerate": {"num_workers": 1, "driver": "accelerate"},
     "merged": MERGED,
-    "merged, accelerate": MERGED | {"driver": "accelerate"},
-    "half merged": {"micro_batch": 2, "accumulation": 2},
     "merged, cached": MERGED | {"cache": "latents"},
 }
 LAST_RUNG = (
@@ -101,25 +90,22 @@ def test_the_last_rung_computes_what_the_first_does(workload, plain):
     assert_same_path(found, plain)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"max_grad_norm": 1.0}, {"seed": 1}, {"accumulation": 2}, {"learning_rate": 1.05e-4}]
-)
+@pytest.mark.parametrize("wrong", [{"accumulation": 2}, {"learning_rate": 1.05e-4}])
 def test_the_comparison_can_fail(wrong, workload, plain):
     found = watch(workload, CLIPPED.but(**wrong), STEPS)
     with pytest.raises(AssertionError):
         assert_same_path(found, plain)
 
 
-@pytest.mark.parametrize("kernel", ["math", "flash"])
-def test_attention_kernels_compute_the_same(kernel, workload, plain):
-    with attention_kernel(kernel):
+def test_attention_kernels_compute_the_same(workload, plain):
+    with attention_kernel("math"):
         found = watch(workload, CLIPPED)
     assert_same_gradients(found.gradients[0], plain.gradients[0])
 
 
 def test_the_rank_may_be_any(workload):
     """Folded layers pad their rank to a multiple of 8, and keep the scaling of the unpadded one."""
-    for rank in (3, 8, 11):
+    for rank in (3, 11):
         plain, folded = (
             watch(workload, PLAIN.but(rank=rank, adapter=kind)) for kind in ("plain", "folded")
         )
@@ -149,23 +135,20 @@ def few_blocks(monkeypatch):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("scope", ["model", "everything"])
-def test_what_is_traced_computes_the_same(scope, few_blocks, monkeypatch):
+def test_what_is_traced_computes_the_same(few_blocks, monkeypatch):
     """Whole networks, by the compiler's front end and its autograd, without the code generator."""
     original, compiled = torch.compile, []
 
     def traced(target: object, **options: object) -> object:
-        if isinstance(
-            getattr(target, "__self__", target), nn.Module
-        ):  # and not what libraries compile as they load
+        # and not what libraries compile as they load
+        if isinstance(getattr(target, "__self__", target), nn.Module):
             compiled.append(target)
         return original(target, backend="aot_eager")
 
     monkeypatch.setattr(torch, "compile", traced)
-    cache = "nothing" if scope == "everything" else "latents"
     plain = watch(few_blocks, CLIPPED)
-    found = watch(few_blocks, COMPILED.but(compile_scope=scope, cache=cache))
-    assert len(compiled) == {"model": 1, "everything": 3}[scope]
+    found = watch(few_blocks, COMPILED.but(compile_scope="everything", cache="nothing"))
+    assert len(compiled) == 3
     assert_same_gradients(found.gradients[0], plain.gradients[0])
     assert found.losses == pytest.approx(plain.losses, rel=1e-5)
 
@@ -240,19 +223,6 @@ def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[s
     return dict(zip(matrices, (g.float() for g in gradients), strict=True)), loss.item()
 
 
-def test_accumulation_adds_the_micro_batches_gradients(workload, plain):
-    """Each micro-batch alone, its gradient divided by four, summed by hand."""
-    with Trainer(workload, PLAIN) as trainer:
-        perturb(trainer.model.unet)
-        total: dict[str, Tensor] = {}
-        for batch, draws in plain.seen[:4]:
-            trainer.optimizer.zero_grad()
-            workload.loss(trainer.model, batch, draws).backward()
-            for name, gradient in adapter_gradients(trainer.model.unet).items():
-                total[name] = total.get(name, 0) + gradient / 4
-    assert_same_gradients(plain.gradients[0], total, rtol=1e-5)
-
-
 def test_the_step_is_adamws_on_the_clipped_gradient(workload):
     """One step written out in float64 (Loshchilov and Hutter 2019, algorithm 2)."""
     recipe = PLAIN.but(max_grad_norm=0.01, learning_rate=1e-3)
@@ -265,28 +235,6 @@ def test_the_step_is_adamws_on_the_clipped_gradient(workload):
         step = (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
         expected = p - 1e-3 * 0.01 * p - 1e-3 * step
         torch.testing.assert_close(watched.after[name].double(), expected, rtol=1e-4, atol=2e-7)
-
-
-def test_a_run_repeats_itself(workload):
-    first, second = (weights_after(workload, PLAIN) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def weights_after(workload, recipe: Recipe, steps: int = 2) -> dict[str, Tensor]:
-    """With the workload's own random numbers."""
-    with Trainer(workload, recipe) as trainer:
-        trainer.run(steps)
-        return copied(adapter_state(trainer.model.unet))
-
-
-def test_noise_does_not_depend_on_who_loads_the_data(workload):
-    alone, helped = (weights_after(workload, PLAIN.but(num_workers=workers)) for workers in (0, 2))
-    assert all(torch.equal(alone[name], helped[name]) for name in alone)
-
-
-def test_another_seed_is_another_run(workload):
-    first, second = (weights_after(workload, PLAIN.but(seed=seed)) for seed in (0, 1))
-    assert not any(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_trainers_side_by_side_do_not_disturb_each_other(workload):

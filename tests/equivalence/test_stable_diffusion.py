@@ -3,19 +3,18 @@ opening any workload says."""
 
 from __future__ import annotations
 
-import datasets
 import pytest
 import torch
-from PIL import Image
 from recipes_at_work import PLAIN
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from labutils.labs.ladders import A2_BASE
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_layers
 from labutils.recipe import STOCK
 from labutils.training import Trainer
 from labutils.workloads import SCALES, open_workload, stable_diffusion, workload_names
-from labutils.workloads.stable_diffusion import SIZES, TARGETS, EncodedExamples, _networks
+from labutils.workloads.stable_diffusion import SIZES, TARGETS, _networks
 
 META = torch.device("meta")
 
@@ -73,7 +72,7 @@ def test_the_unets_arithmetic_is_the_published_one():
 
 @pytest.mark.parametrize(
     ("cache", "micro_batch", "accumulation"),
-    [("nothing", 1, 2), ("latents", 2, 1), ("latents+text", 3, 1)],
+    [("nothing", 1, 2), ("latents+text", 3, 1)],
 )
 def test_flops_are_those_of_a_real_step(cache, micro_batch, accumulation, workload):
     """As PyTorch counts them of an optimizer step on a CPU, with attention by products."""
@@ -100,15 +99,6 @@ def test_what_the_recipe_changes_about_the_work(workload):
     assert 1.3 < whole.flops / text.flops < 1.6  # a trained weight's gradient is one product more
 
 
-@pytest.mark.parametrize("cache", ["latents", "latents+text"])
-def test_what_is_cropped_at_random_is_not_encoded_once(cache, monkeypatch, workload):
-    oblong = datasets.Dataset.from_dict({"image": [Image.new("RGB", (96, 80))], "text": ["x"]})
-    monkeypatch.setattr(stable_diffusion, "captioned_images", lambda *args: oblong)
-    assert len(workload.dataset(None, STOCK)) == 1
-    with pytest.raises(ValueError, match="square"):
-        workload.dataset(None, STOCK.but(cache=cache))
-
-
 def test_encoded_examples_are_what_the_encoders_say(workload):
     recipe = PLAIN.but(cache="latents+text", layers="rewritten")
     with Trainer(workload, PLAIN) as plain, Trainer(workload, recipe) as cached:
@@ -123,26 +113,6 @@ def test_encoded_examples_are_what_the_encoders_say(workload):
             torch.testing.assert_close(condition, text, rtol=1e-4, atol=1e-4)
 
 
-def test_the_posterior_is_sampled_anew_each_time(workload):
-    """What is kept is a distribution: one image gives other latents each epoch."""
-    with Trainer(workload, PLAIN.but(cache="latents+text")) as trainer:
-        batch = trainer.dataset[3]
-        draws = [workload.draw(trainer.model, batch)["posterior"] for _ in range(2)]
-        first, second = (workload._latents(trainer.model, batch, draw) for draw in draws)
-    assert not torch.allclose(first, second)
-    deviation = (0.5 * batch["moments"][:, 4:].clamp(-30, 20)).exp() * 0.18215
-    expected = deviation * (draws[0] - draws[1])
-    torch.testing.assert_close(first - second, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_batch_of_encoded_examples_is_one_gather():
-    kept = EncodedExamples({"a": torch.arange(10.0).view(5, 2), "b": torch.arange(5)}, encode_s=0.1)
-    batch = kept.__getitems__([4, 0, 4])
-    assert batch["b"].tolist() == [4, 0, 4]
-    assert batch["a"].tolist() == [[8, 9], [0, 1], [8, 9]]
-    assert kept[2]["b"].tolist() == [2]
-
-
 def test_drawn_latents_need_no_images_and_share_the_frozen_weights(workload):
     drawn = stable_diffusion.on_drawn_latents(workload, rows=3)
     recipe = PLAIN.but(cache="latents+text")
@@ -151,14 +121,6 @@ def test_drawn_latents_need_no_images_and_share_the_frozen_weights(workload):
     weights = [w.build(recipe).vae.encoder.conv_in.weight for w in (workload, drawn)]
     assert weights[0] is weights[1]
     assert len(workload.dataset(None, PLAIN)) == SIZES["tiny"].images  # it stays as it was
-
-
-def test_draws_cover_all_timesteps_and_have_the_latents_shape(workload):
-    with Trainer(workload, PLAIN.but(micro_batch=4)) as trainer:
-        draws = workload.draw(trainer.model, {"pixel_values": torch.zeros(4000, 1)})
-    assert draws["noise"].shape == draws["posterior"].shape == (4000, 4, 8, 8)
-    assert draws["timesteps"].min() == 0 and draws["timesteps"].max() == 999
-    assert not torch.equal(draws["noise"], draws["posterior"])
 
 
 @pytest.mark.parametrize(
@@ -187,11 +149,10 @@ def test_auto_is_the_largest_scale_that_fits(memory_gb, scale, monkeypatch):
     assert open_workload("sd15-lora", device="cpu").scale == scale
 
 
-@pytest.mark.parametrize("name", ["sd15-lora", "llava-lora", "qwen3-lora-short"])
-def test_the_hubs_weights_have_published_sizes(name):
-    workload = open_workload(name, scale="tiny", weights="hub", device="cpu")
+def test_the_hubs_weights_have_published_sizes():
+    workload = open_workload("llava-lora", scale="tiny", weights="hub", device="cpu")
     with pytest.raises(ValueError, match="published"):
-        workload.build(STOCK)
+        workload.build(A2_BASE)
 
 
 @pytest.fixture
@@ -199,8 +160,6 @@ def nothing_cached(monkeypatch, tmp_path):
     """A hub that can't be reached, whatever this machine has downloaded."""
     from huggingface_hub import constants
 
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return tmp_path
@@ -209,13 +168,6 @@ def nothing_cached(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["sd15-lora", "llava-lora", "qwen3-lora-short"])
 def test_weights_that_cant_be_had_say_what_to_type(nothing_cached, name):
     workload = open_workload(name, scale="full", weights="hub", device="cpu")
+    recipe = STOCK if name == "sd15-lora" else A2_BASE
     with pytest.raises(ConnectionError, match="hf download"):
-        workload.make(torch.float32, 0) if name != "sd15-lora" else workload.build(STOCK)
-
-
-def test_data_that_cant_be_had_says_what_to_type(nothing_cached):
-    workload = open_workload(
-        "sd15-lora", scale="tiny", data="hub", device="cpu", cache_dir=nothing_cached
-    )
-    with pytest.raises(ConnectionError, match='data="generated"'):
-        workload.dataset(None, STOCK)
+        workload.build(recipe)

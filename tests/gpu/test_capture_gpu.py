@@ -11,14 +11,11 @@ import torch
 from recipes_at_work import PLAIN, adapter_gradients, assert_same_gradients, copied, perturb, watch
 from torch import Tensor
 
-from labutils.labs.ladders import A1_LADDER, climb
 from labutils.layers.cuda_graph import WARM_UP, Captured
 from labutils.layers.lora import adapter_state
 from labutils.recipe import Recipe
 from labutils.training import Trainer
-from labutils.training.batches import Batches
 from labutils.training.logs import RingLog
-from labutils.training.step import DRIVERS, GraphStep
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -117,18 +114,9 @@ def assert_same_training(found: Outcome, expected: Outcome, rtol: float = 1e-4) 
 CHANGES = {
     "4 micro-batches": {},
     "4 streams": {"streams": 4},
-    "merged": MERGED,
-    "peft": {"adapter": "peft"},
-    "folded": {"adapter": "folded"},
     "folded, streams": {"adapter": "folded", "streams": 3},
-    "cached text": {"cache": "latents+text"},
-    "pinned": {
-        "pin_memory": True,
-        "non_blocking": True,
-        "num_workers": 2,
-        "persistent_workers": True,
-    },
-    "channels last": {"memory_format": "channels_last", "layers": "rewritten"},
+    "peft": {"adapter": "peft"},
+    "pinned": {"pin_memory": True, "non_blocking": True, "num_workers": 2},
     "last rung, not compiled": MERGED
     | {
         "adapter": "folded",
@@ -140,14 +128,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("steps", [1, STEPS])
-def test_the_graph_trains_as_the_eager_loop_does(change, steps, workload):
+def test_the_graph_trains_as_the_eager_loop_does(change, workload):
     eager = EAGER.but(**{k: v for k, v in CHANGES[change].items() if k != "streams"})
     graph = GRAPH.but(**CHANGES[change])
-    assert_same_training(outcome(workload, graph, steps), outcome(workload, eager, steps))
+    assert_same_training(outcome(workload, graph, STEPS), outcome(workload, eager, STEPS))
 
 
-@pytest.mark.parametrize("change", ["4 micro-batches", "merged", "last rung, not compiled"])
+@pytest.mark.parametrize("change", ["4 micro-batches", "last rung, not compiled"])
 def test_the_graph_clips_as_the_eager_loop_does(change, workload):
     change = CHANGES[change] | {"max_grad_norm": 0.02}
     found, expected = (outcome(workload, recipe.but(**change), STEPS) for recipe in (GRAPH, EAGER))
@@ -174,7 +161,7 @@ def test_warming_up_leaves_no_trace(workload):
             )
 
 
-@pytest.mark.parametrize("change", ["4 micro-batches", "4 streams", "folded"])
+@pytest.mark.parametrize("change", ["4 micro-batches", "folded, streams"])
 def test_half_precision_with_its_loss_scale(change, workload):
     change = CHANGES[change] | {"precision": "fp16"}
     eager = EAGER.but(**{k: v for k, v in change.items() if k != "streams"})
@@ -199,46 +186,6 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(recipe, workload)
     assert all(
         tensor.item() == 0 for name, tensor in found.state.items() if name.startswith("step")
     )
-
-
-class Careless(GraphStep):
-    """One micro-step recorded, with gradients that the recording allocates: each replay replaces
-    the one before.
-    """
-
-    def step(self, batches: Batches) -> None:
-        for parameter in self.context.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        for _ in range(self.context.recipe.accumulation):
-            self._take([next(batches)])
-            if self.captured is None:
-                self.captured = Captured(self._micro_step, self._state)
-            self.captured()
-        self.update()
-        self.log.end_step()
-
-    def _micro_step(self) -> None:
-        for parameter in self.context.parameters:
-            parameter.grad = None
-        loss = self.loss(self.inputs[0])
-        self.log.micro_step(loss)
-        self.scaler.scale(loss / self.context.recipe.accumulation).backward()
-
-
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_gradients_that_a_recording_allocates_are_noticed(accumulation, workload, monkeypatch):
-    """The checks above can fail: they do where micro-batches' gradients replace each other, and
-    only there.
-    """
-    expected = outcome(workload, EAGER.but(accumulation=accumulation), 2)
-    monkeypatch.setitem(DRIVERS, "graph", Careless)
-    found = outcome(workload, GRAPH.but(accumulation=accumulation), 2)
-    if accumulation == 1:
-        assert_same_training(found, expected)
-    else:
-        with pytest.raises(AssertionError, match="off"):
-            assert_same_gradients(found.gradients, expected.gradients)
 
 
 def test_a_recording_that_breaks_off_says_why_and_leaves_nothing_behind():
@@ -297,49 +244,17 @@ def test_a_graph_resumes(workload, tmp_path):
 def test_compiled_and_captured_it_is_still_the_same(scope, workload):
     torch.compiler.reset()
     cache = "latents+text" if scope == "model" else "nothing"
-    change = MERGED | {
-        "adapter": "folded",
-        "cache": cache,
-        "memory_format": "channels_last",
-        "layers": "rewritten",
-    }
+    change = CHANGES["last rung, not compiled"] | {"cache": cache}
     compiled = {"compile": "default", "compile_scope": scope}
     found = outcome(workload, GRAPH.but(**change, **compiled), STEPS)
     assert_same_training(found, outcome(workload, EAGER.but(**change), STEPS))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "precision", "rtol"),
-    [
-        ("math", "fp32", 1e-4),
-        ("efficient", "fp32", 1e-4),
-        ("flash", "fp16", 0.05),
-        ("efficient", "fp16", 0.05),
-    ],
-)
-def test_attention_kernels_compute_the_same(kernel, precision, rtol, workload):
-    expected = watch(workload, PLAIN.but(precision=precision))
-    found = watch(workload, PLAIN.but(precision=precision, attention=kernel))
-    assert_same_gradients(found.gradients[0], expected.gradients[0], rtol)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_accelerate_and_the_plain_loop_agree_in_half_precision(precision, workload):
+def test_accelerate_and_the_plain_loop_agree_in_half_precision(workload):
     """Autocast reaches exactly as far in both, and the loss scale is the same."""
     plain, stock = (
-        watch(workload, PLAIN.but(precision=precision, driver=d), 2)
-        for d in ("eager", "accelerate")
+        watch(workload, PLAIN.but(precision="fp16", driver=d), 2) for d in ("eager", "accelerate")
     )
     for mine, expected in zip(stock.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected, rtol=0.02)
     assert stock.losses == pytest.approx(plain.losses, rel=1e-3)
-
-
-def test_every_rung_of_the_ladder_trains(workload):
-    """At tiny, uncompiled: each recipe runs, and its loss stays one."""
-    for name, recipe in climb(A1_LADDER).items():
-        with Trainer(workload, recipe.but(compile="off")) as running:
-            running.run(3)
-            running.driver.log.flush()
-            assert len(running.losses) == 3, name
-            assert all(0.1 < loss < 10 for loss in running.losses), name

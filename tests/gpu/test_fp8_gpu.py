@@ -23,7 +23,7 @@ from labutils.layers.quantization.convert import (
     frozen_linears,
     transformer_engine,
 )
-from labutils.layers.quantization.fp8_linear import INPUTS, PRODUCTS, FrozenFP8Linear, quantise_rows
+from labutils.layers.quantization.fp8_linear import PRODUCTS, FrozenFP8Linear, quantise_rows
 from labutils.layers.quantization.fp8_math import (
     E4M3,
     E5M2,
@@ -64,57 +64,35 @@ def test_the_gpus_cast_is_ours(fmt):
     x = random(1 << 16) * torch.exp2(torch.randint(-18, 7, (1 << 16,)).cuda())
     x = x.clamp(-fmt.largest, fmt.largest)
     assert torch.equal(encode(x, fmt), x.to(fmt.dtype).view(torch.uint8))
-    assert saturating_cast(torch.tensor([1e3, -1e6, 5e-5, 1e9]).cuda()).float().tolist() == [
-        448,
-        -448,
-        0,
-        448,
-    ]
+    cast = saturating_cast(torch.tensor([1e3, -1e6, 5e-5]).cuda())
+    assert cast.float().tolist() == [448, -448, 0]
 
 
 @fp8_only
-@pytest.mark.parametrize("kind", ["rowwise", "separate"])
-@pytest.mark.parametrize("rows", [16, 577, 1024])
-def test_the_real_product_is_the_emulated_one(kind, rows):
+@pytest.mark.parametrize("rows", [16, 592])
+def test_the_real_product_is_the_emulated_one(rows):
     """Same FP8 inputs: only the order and width of the sums differ, and bfloat16's last bit."""
-    if kind == "rowwise" and fp8_linear.product_kind(torch.device("cuda", 0)) != "rowwise":
-        pytest.skip("this card has no row-wise FP8 product")
-    rows = -(-rows // 16) * 16
+    assert fp8_linear.product_kind(torch.device("cuda", 0)) == "rowwise"
     (x, sx), (w, sw) = quantise_rows(random(rows, 512)), quantise_rows(random(256, 512, seed=1))
-    real, emulated = (PRODUCTS[k](x, w, sx, sw.t()) for k in (kind, "emulated"))
+    real, emulated = (PRODUCTS[kind](x, w, sx, sw.t()) for kind in ("rowwise", "emulated"))
     assert real.dtype == emulated.dtype == torch.bfloat16
     assert relative_error(real, emulated) < 5e-3
 
 
 @fp8_only
-def test_fast_accumulation_costs_little_against_the_rounding(monkeypatch):
+def test_fast_accumulation_costs_little_against_the_rounding():
     """The longest sum of the course's models: 14336 terms."""
     x, w = random(256, 14336), random(512, 14336, seed=1)
     (qx, sx), (qw, sw) = quantise_rows(x), quantise_rows(w)
     exact = PRODUCTS["emulated"](qx, qw, sx, sw.t()).float()
     rounding = relative_error(exact, x.double() @ w.double().T)
-    product = PRODUCTS[fp8_linear.product_kind(torch.device("cuda", 0))]
-    fast = relative_error(product(qx, qw, sx, sw.t()), exact)
+    fast = relative_error(PRODUCTS["rowwise"](qx, qw, sx, sw.t()), exact)
     print(f"fast accumulation {fast:.2e}, rounding to FP8 {rounding:.2e}")
     assert fast < rounding / 5
 
 
 @fp8_only
-@pytest.mark.parametrize("dtype", INPUTS)
-@pytest.mark.parametrize("shape", [(577, 1024), (5, 577, 1024), (1, 1024), (1024,), (3444, 1024)])
-def test_forward_and_gradient_are_float32s_to_within_the_rounding(shape, dtype):
-    linear, layer = layer_pair(1024, 512)
-    assert layer.kind != "emulated"
-    x, dy = random(*shape).to(dtype), random(*shape[:-1], 512, seed=1).to(dtype)
-    y, dx = passes(layer, x, dy)
-    exact_y, exact_dx = passes(linear, x.float(), dy.float())
-    assert (y.dtype, dx.dtype) == (dtype, dtype)
-    assert relative_error(y, exact_y) < TOLERANCE
-    assert relative_error(dx, exact_dx) < TOLERANCE
-
-
-@fp8_only
-@pytest.mark.parametrize("rows", [0, 1, 15, 577])
+@pytest.mark.parametrize("rows", [0, 15, 577])
 def test_the_gpu_computes_what_the_cpu_emulates(rows):
     _, layer = layer_pair(256, 128)
     x, dy = random(rows, 256), random(rows, 128, seed=1)
@@ -127,21 +105,14 @@ def test_the_gpu_computes_what_the_cpu_emulates(rows):
             assert relative_error(mine.cpu(), theirs) < 5e-3
 
 
-# The compiler
-
-
 # Whole models on every kind that is here
 
 
 def language_model(adapter: str) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).to("cuda", torch.bfloat16)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, vocab_size=512, num_attention_heads=4)
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
     attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 8, adapter, seed=0)
     for layer in lora_layers(model).values():
         nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
@@ -149,8 +120,10 @@ def language_model(adapter: str) -> nn.Module:
 
 
 @fp8_only
-@pytest.mark.parametrize("adapter", ["plain", "peft"])
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize(
+    ("kind", "adapter"),
+    [*((kind, "plain") for kind in MAKERS), ("fp8-te", "peft"), ("nf4", "peft")],
+)
 def test_every_kind_that_is_here_trains(kind, adapter):
     model, plain = language_model(adapter), language_model(adapter)
     names = frozen_linears(model, skip=("lm_head",))
@@ -186,16 +159,15 @@ def te():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("margin", [0, 2])
-def test_our_delayed_scaling_has_transformer_engines_numbers(margin, te):
+def test_our_delayed_scaling_has_transformer_engines_numbers(te):
     """Its input scales over a drifting, spiky sequence, step by step."""
     from transformer_engine.common.recipe import DelayedScaling as TheirRecipe
     from transformer_engine.common.recipe import Format
 
     history = {"amax_history_len": 4, "amax_compute_algo": "max"}
-    recipe = TheirRecipe(fp8_format=Format.HYBRID, margin=margin, **history)
+    recipe = TheirRecipe(fp8_format=Format.HYBRID, margin=2, **history)
     layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    ours = DelayedScaling(4, margin)
+    ours = DelayedScaling(4, margin=2)
     name, kind = (
         ("autocast", "recipe") if hasattr(te, "autocast") else ("fp8_autocast", "fp8_recipe")
     )
@@ -208,13 +180,6 @@ def test_our_delayed_scaling_has_transformer_engines_numbers(margin, te):
         assert layer.fp8_meta["scaling_fwd"].scale[0].item() == pytest.approx(
             ours.scale.item(), rel=1e-6
         ), step
-
-
-def test_peft_wraps_transformer_engines_linear(te):
-    model = nn.Sequential(te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda"))
-    attach_lora(model, ("0",), 4, 8, "peft", seed=0)
-    assert type(model[0]).__name__ == "TeLinear"
-    assert model[0](random(32, 64).bfloat16()).shape == (32, 64)
 
 
 def test_layers_that_are_gone_leave_transformer_engine_no_scales_to_renew(te):
@@ -240,20 +205,3 @@ def test_the_ways_to_multiply_agree():
     for kind in lab05_fp8_products.PRODUCT_KINDS:
         limit = 5e-3 if kind == lab05_fp8_products.BF16 else TOLERANCE
         assert relative_error(lab05_fp8_products.product_of(kind, x, weight)(), exact) < limit, kind
-
-
-@pytest.mark.parametrize("kind", ["published", *MAKERS])
-def test_what_a_layer_holds_at_rest_and_running(kind):
-    try:
-        run = lab05_fp8_products.layer_costs(kind, random(256, 2048).bfloat16(), 2048)
-    except Unavailable as error:
-        pytest.skip(str(error))
-    found = run.metrics
-    rest = {"published": 2, "fp8-frozen": 1, "fp8-te": 2, "fp8-torchao": 2}.get(kind, 0.52)
-    assert found["bytes_a_parameter"] == pytest.approx(rest, rel=0.05)
-    extra = found["bytes_a_parameter_running"] - found["bytes_a_parameter"]
-    print(
-        f"{kind}: {found['bytes_a_parameter']:.2f} bytes a parameter at rest, {extra:.2f} more "
-        "while running"
-    )
-    assert extra < 0.3 or kind in ("fp8-te", "fp8-torchao")

@@ -85,9 +85,7 @@ def allocated() -> int:
 
 
 def test_at_rest_it_takes_its_own_bits_and_no_more(kind):
-    kind.from_linear(
-        nn.Linear(64, 64, bias=False, device="cuda").requires_grad_(False)
-    )  # tables that all layers share
+    layer_of(kind, 64, 64)  # tables that all layers share
     before = allocated()
     layer = layer_of(kind, 4096, 4096)
     parameters, held = 4096 * 4096, allocated() - before

@@ -4,23 +4,19 @@ full size.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
-from decoders_at_work import outcome
+from decoders_at_work import losses_of, outcome
 from recipes_at_work import assert_same_gradients
 from torch import nn
 
 from labutils.labs.ladders import A3_BASE
 from labutils.layers.activation_checkpoint import Parking, offloading
 from labutils.layers.grouped_moe import grouped_experts
-from labutils.layers.lora import count_parameters
-from labutils.layers.packed_attention import document_attention
+from labutils.layers.packed_attention import _with_sinks, document_attention
 from labutils.profiling.recompilation import Compilation
 from labutils.training import Trainer
 from labutils.workloads import open_workload
-from labutils.workloads.causal_lm import build_lm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +36,7 @@ def workload(request):
 
 @pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "no sinks"])
 @pytest.mark.parametrize("window", [None, 32])
-@pytest.mark.parametrize("lengths", [[128], [300, 1, 211], [64, 448, 7]])
+@pytest.mark.parametrize("lengths", [[128], [300, 1, 211]])
 def test_flash_attention_with_sinks_is_the_masked_one(lengths, window, sinks):
     torch.manual_seed(0)
     n = sum(lengths)
@@ -62,8 +58,6 @@ def test_flash_attention_with_sinks_is_the_masked_one(lengths, window, sinks):
 
 def test_the_operator_with_sinks_is_a_proper_one():
     """PyTorch's own checks: its shapes when traced, its gradient's registration."""
-    from labutils.layers.packed_attention import _with_sinks
-
     given = [torch.randn(40, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2)]
     marks = torch.tensor([0, 15, 40], dtype=torch.int32, device="cuda")
     sinks = torch.randn(8, device="cuda")
@@ -116,16 +110,6 @@ def test_bfloat16_is_near_transformers_float32(workload, recipe):
         ), name
 
 
-@pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
-@pytest.mark.parametrize("recipe", [OURS, PACKED], ids=["as-they-come", "packed"])
-def test_checkpointing_changes_no_gradient(workload, recipe, checkpointing):
-    expected, gradients = outcome(workload, recipe, [3, 5, 7])
-    loss, found = outcome(workload, recipe.but(checkpointing=checkpointing), [3, 5, 7])
-    torch.testing.assert_close(loss, expected)
-    # Atomic additions come in another order each time.
-    assert_same_gradients(found, gradients, rtol=2e-2)
-
-
 def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):
     """The first block, whose input needs no gradient, and the others; gpt-oss's have a window each
     other time.
@@ -140,12 +124,8 @@ def test_packed_blocks_compile_without_breaks(workload, nothing_compiled):
 @pytest.mark.parametrize("checkpointing", ["blocks", "offload"])
 def test_compiled_blocks_can_be_checkpointed(workload, checkpointing, nothing_compiled):
     recipe = PACKED.but(compile="default", compile_scope="blocks", checkpointing=checkpointing)
-    with Trainer(workload, recipe) as trainer, Trainer(workload, PACKED) as plain:
-        trainer.run(3)
-        plain.run(3)
-        trainer.driver.log.flush()
-        plain.driver.log.flush()
-    assert trainer.losses == pytest.approx(plain.losses, rel=5e-3)
+    losses = losses_of(workload, recipe, 3)
+    assert losses == pytest.approx(losses_of(workload, PACKED, 3), rel=5e-3)
 
 
 def test_parked_inputs_leave_the_gpu():
@@ -181,25 +161,3 @@ def test_parked_inputs_leave_the_gpu():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-8)
     one = x.numel() * x.element_size()
     assert kept - offloaded > 5 * one
-
-
-@pytest.mark.parametrize(
-    ("name", "gigabytes"), [("qwen3-lora-long", 16.4), ("gpt-oss-lora-long", 41.9)]
-)
-def test_the_full_size_is_built_at_once_and_held_once(name, gigabytes):
-    if torch.cuda.get_device_properties(0).total_memory < 60e9:
-        pytest.skip("the full size needs a GPU of 60 GB")
-    workload = open_workload(name, scale="full", device="cuda")
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    model = workload.build(BASE)
-    torch.cuda.synchronize()
-    assert time.perf_counter() - began < 60
-    size = 2 * count_parameters(build_lm(workload.size, torch.device("meta"), torch.bfloat16))
-    assert size == pytest.approx(gigabytes * 1e9, rel=0.01)
-    assert torch.cuda.max_memory_allocated() - before < size + 2.5e9
-    other = workload.build(OURS)
-    assert torch.cuda.memory_allocated() - before < size + 0.7e9
-    assert other.network.lm_head.weight is model.network.lm_head.weight

@@ -2,9 +2,9 @@
 second time.
 
 The loop below follows the description of the public diffusers text-to-image LoRA script (lab 02,
-section 1) and calls what that script calls: torchvision's transforms, `datasets`, PEFT's adapter
-through `add_adapter`, accelerate for everything else. It shares the files on the disk with the
-stock recipe, and no code of labutils.training.
+section 1) and calls what that script calls: PEFT's adapter through `add_adapter`, accelerate for
+everything else. It shares the networks and the dataset with the stock recipe (whose transforms are
+torchvision's bit by bit: test_data), and no code of labutils.training.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from labutils.data.images import captioned_images
+from labutils.data.images import captioned_images, collate, image_text_dataset
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
 from labutils.training import Trainer
 from labutils.workloads import open_workload
+from labutils.workloads.stable_diffusion import SIZES, _networks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,75 +38,6 @@ ACCUMULATION = 4
 STEPS = 8
 ROUNDS = 2
 TOLERANCE = 0.15
-
-
-def networks() -> tuple:
-    """Stable Diffusion 1.5's UNet, VAE, text encoder and noise schedule from their published
-    configurations.
-    """
-    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    widths = {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-    }
-    with torch.device("cuda"):
-        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768, attention_head_dim=8)
-        vae = AutoencoderKL(
-            block_out_channels=(128, 256, 512, 512),
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            layers_per_block=2,
-            sample_size=512,
-        )
-        text_encoder = CLIPTextModel(
-            CLIPTextConfig(vocab_size=49408, hidden_act="quick_gelu", **widths)
-        )
-    assert sum(p.numel() for p in unet.parameters()) == 859_520_964
-    schedule = DDPMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
-    return unet, vae, text_encoder, schedule
-
-
-def examples(cache_dir: Path, tokenizer: Callable) -> torch.utils.data.Dataset:
-    """The rows, decoded and transformed whenever one is read."""
-    transforms = pytest.importorskip(
-        "torchvision.transforms", reason="the script's transforms are torchvision's"
-    )
-    prepare = transforms.Compose(
-        [
-            transforms.Resize(512, interpolation=transforms.InterpolationMode.LANCZOS),
-            transforms.RandomCrop(512),
-            transforms.Lambda(lambda image: image),  # no random flip
-            transforms.ToTensor(),
-            transforms.Normalize([0.5], [0.5]),
-        ]
-    )
-
-    def transformed(rows: dict) -> dict:
-        rows["pixel_values"] = [prepare(image.convert("RGB")) for image in rows["image"]]
-        words = tokenizer(
-            list(rows["text"]),
-            max_length=77,
-            padding="max_length",
-            truncation=True,
-            return_tensors="pt",
-        )
-        rows["input_ids"] = words.input_ids
-        return rows
-
-    return captioned_images(cache_dir, IMAGES).with_transform(transformed)
-
-
-def stacked(rows: list[dict]) -> dict:
-    pixels = (
-        torch.stack([row["pixel_values"] for row in rows])
-        .to(memory_format=torch.contiguous_format)
-        .float()
-    )
-    return {"pixel_values": pixels, "input_ids": torch.stack([row["input_ids"] for row in rows])}
 
 
 class Script:
@@ -123,20 +55,17 @@ class Script:
             gradient_accumulation_steps=ACCUMULATION,
             mixed_precision="fp16",
             log_with="tensorboard",
-            project_config=ProjectConfiguration(
-                project_dir=str(folder), logging_dir=str(folder / "logs")
-            ),
+            project_config=ProjectConfiguration(str(folder), str(folder / "logs")),
         )
-        self.unet, self.vae, self.text_encoder, self.schedule = networks()
+        made = _networks(SIZES["full"], torch.device("cuda"))
+        self.unet, self.vae, self.text_encoder = made.unet, made.vae, made.text_encoder
+        self.schedule = made.scheduler
         for network in (self.unet, self.vae, self.text_encoder):
             network.requires_grad_(False)
             network.to(self.accelerator.device, dtype=torch.float16)
         targets = ["to_k", "to_q", "to_v", "to_out.0"]
-        self.unet.add_adapter(
-            LoraConfig(
-                r=RANK, lora_alpha=RANK, init_lora_weights="gaussian", target_modules=targets
-            )
-        )
+        initial = {"lora_alpha": RANK, "init_lora_weights": "gaussian"}
+        self.unet.add_adapter(LoraConfig(r=RANK, target_modules=targets, **initial))
         cast_training_params(self.unet, dtype=torch.float32)
         # An iterator, which the optimizer exhausts: what is clipped later is nothing, as in the
         # script.
@@ -145,9 +74,9 @@ class Script:
             self.trained, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8
         )
         loader = torch.utils.data.DataLoader(
-            examples(cache_dir, clip_tokenizer()),
+            image_text_dataset(captioned_images(cache_dir, IMAGES), clip_tokenizer()),
             shuffle=True,
-            collate_fn=stacked,
+            collate_fn=collate,
             batch_size=1,
             num_workers=workers,
         )
@@ -218,7 +147,6 @@ def timed(step: Callable[[], None], workers: int) -> list[float]:
 
 @pytest.mark.parametrize("workers", [0, 3])
 def test_the_stock_recipe_takes_as_long_as_the_script(workers, tmp_path):
-    pytest.importorskip("torchvision", reason="the script's transforms are torchvision's")
     if torch.cuda.get_device_properties(0).total_memory < 20e9:
         pytest.skip("two models of full size don't fit this GPU")
     workload = open_workload("sd15-lora", scale="full", device="cuda")

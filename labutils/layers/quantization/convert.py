@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -89,12 +89,15 @@ def convert_base(
     "fp8-torchao" keep the old weights by design.
 
     Raises `Unavailable` where a library or the GPU is missing, `ValueError` for a kind or layer
-    that doesn't go; nothing is changed then.
+    that doesn't go, `AttributeError` for a name of no layer; nothing is changed then.
     """
     if kind == "published":
         return []
     check_choice("kind", kind, tuple(MAKERS))
-    places = list(dict.fromkeys(_place(model, name) for name in names))
+    places = []
+    for name in dict.fromkeys(names):
+        adapted = hasattr(model.get_submodule(name), "base_layer")
+        places.append(f"{name}.base_layer" if adapted else name)
     for place in places:
         layer = model.get_submodule(place)
         if type(layer) is not nn.Linear:
@@ -110,17 +113,6 @@ def convert_base(
         del linear
     gc.collect()
     return places
-
-
-def _place(model: nn.Module, name: str) -> str:
-    """Where in `model` the nn.Linear is that `name` names, itself or by its adapter."""
-    if name == "":
-        raise ValueError("A layer can't be replaced in itself. Put it into a module first.")
-    try:
-        layer = model.get_submodule(name)
-    except AttributeError:
-        raise ValueError(f"This {type(model).__name__} has no layer {name!r}.") from None
-    return f"{name}.base_layer" if hasattr(layer, "base_layer") else name
 
 
 def forward_context(kind: str) -> AbstractContextManager:
@@ -190,19 +182,15 @@ def _transformer_engine(compute_dtype: torch.dtype) -> Make:
 
 def _torchao(compute_dtype: torch.dtype) -> Make:
     _require_fp8_gpu("torchao's Float8Linear")
-    try:
+    with _installed_by("make torchao", "torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except Exception as error:  # built for another PyTorch, it fails with more than ImportError
-        raise _not_importable("torchao", "make torchao", error) from error
     config = Float8LinearConfig.from_recipe_name("rowwise")
     return lambda linear: convert_to_float8_training(linear, config=config)
 
 
 def _bitsandbytes(compute_dtype: torch.dtype) -> Make:
-    try:
+    with _installed_by("make install", "bitsandbytes"):
         from bitsandbytes.nn import Linear4bit, Params4bit
-    except Exception as error:  # one that doesn't fit the driver raises OSError or RuntimeError
-        raise _not_importable("bitsandbytes", "make install", error) from error
     stored: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
 
     def make(linear: nn.Linear) -> nn.Module:
@@ -234,21 +222,27 @@ def transformer_engine() -> ModuleType:
     """The module `transformer_engine.pytorch`. Raises `Unavailable` where it or an FP8 GPU is
     missing."""
     _require_fp8_gpu("Transformer Engine's FP8")
-    try:
+    with _installed_by("make te", "Transformer Engine"):
         # The package itself can be imported without its PyTorch extension, and hides that this
         # failed.
         import transformer_engine.pytorch as te
-    except Exception as error:  # an empty package raises RuntimeError, a missing library OSError
-        raise _not_importable("Transformer Engine", "make te", error) from error
     return te
 
 
-def _not_importable(library: str, install: str, error: Exception) -> Unavailable:
-    reason = (str(error).strip().splitlines() or [""])[0]
-    return Unavailable(
-        f"{library} can't be imported ({type(error).__name__}: {reason}). Install it with: "
-        f"{install}"
-    )
+@contextmanager
+def _installed_by(command: str, library: str) -> Iterator[None]:
+    """A context that imports `library`, and raises `Unavailable` where that fails.
+
+    What is built for another PyTorch or driver raises more than `ImportError`.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise Unavailable(
+            f"{library} can't be imported ({type(error).__name__}: {reason}). Install it with: "
+            f"{command}"
+        ) from error
 
 
 def _require_fp8_gpu(what: str) -> None:

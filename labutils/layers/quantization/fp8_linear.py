@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,18 +72,14 @@ class FrozenLinear(nn.Module):
         """Choose what depends on the device."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 0 or x.shape[-1] != self.in_features or x.dtype not in INPUTS:
+        if x.shape[-1:] != (self.in_features,):
             raise ValueError(
-                f"The input is {tuple(x.shape)} in {x.dtype}; this layer takes (..., "
-                f"{self.in_features}) in float16, bfloat16 or float32."
+                f"The input is {tuple(x.shape)}; this layer takes (..., {self.in_features})."
             )
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
     def _apply(self, fn, recurse: bool = True):
         before = {name: getattr(self, name).data for name in self.kept}
@@ -121,37 +116,21 @@ class FrozenFP8Linear(FrozenLinear):
     def restored(self) -> Tensor:
         return self.weight.float() * self.scale
 
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *more: Any) -> None:
-        """Refuse a 16-bit weight, also where `strict=False` would cast it without a scale."""
-        there = state.get(f"{prefix}weight")
-        if there is not None and there.dtype != E4M3.dtype:
-            errors: list[str] = more[-1]
-            errors.append(
-                f"{prefix}weight is {there.dtype}, and this frozen layer holds {E4M3.dtype}. Load "
-                "the state into the model before convert_base."
-            )
-            return
-        super()._load_from_state_dict(state, prefix, *more)
-
 
 def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
     """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a
     frozen low-bit layer."""
-    if weight.dim() != 2 or weight.dtype not in (*INPUTS, torch.float64):
-        raise ValueError(
-            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in low "
-            "bits: it takes a matrix of floating-point numbers."
-        )
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         raise ValueError(
             "This layer is trained, and a frozen layer has no gradient for its weight. Freeze it "
             "first: layer.requires_grad_(False)."
         )
-    if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE or 0 in weight.shape:
+    sides = [side % MULTIPLE for side in weight.shape]
+    if sides != [0, 0] or not weight.is_floating_point():
         raise ValueError(
-            f"A layer of {weight.shape[1]} -> {weight.shape[0]} features can't be converted: both "
-            f"must be multiples of {MULTIPLE}. Leave it out: frozen_linears(model) lists those "
-            "that go."
+            f"A weight of shape {tuple(weight.shape)} and {weight.dtype} can't be held in low "
+            f"bits: it takes a matrix of floating-point numbers, both sides multiples of "
+            f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
         )
     if not weight.is_meta and not weight.float().isfinite().all():
         raise ValueError("This weight holds NaN or infinity. Check where it was loaded.")
@@ -168,10 +147,8 @@ class _FrozenProduct(torch.autograd.Function):
         return scaled_product(x, weight, scale.t(), product, x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
         weight, scale = ctx.saved_tensors
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
         scaled = dy * scale.t()  # in float32, as the scale is
         transposed = weight.t().contiguous()
         ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
@@ -218,7 +195,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------------------------------------
-# The product, three ways
+# The product: by the hardware, or emulated
 
 
 def _rowwise(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
@@ -233,22 +210,6 @@ def _rowwise(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tens
     )
 
 
-def _separate(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
-    """The product without scales, then the scales: for cards whose FP8 product takes one scale a
-    matrix only.
-    """
-    one = torch.ones((), device=values.device)
-    y = compat.scaled_mm(
-        values,
-        weight.t(),
-        scale_a=one,
-        scale_b=one,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=FAST_ACCUM,
-    )
-    return (y * (inverse * column_scale)).to(torch.bfloat16)
-
-
 def _emulated(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Tensor) -> Tensor:
     """The same numbers from float32 products."""
     with torch.autocast("cuda" if values.is_cuda else "cpu", enabled=False):
@@ -256,7 +217,7 @@ def _emulated(values: Tensor, weight: Tensor, inverse: Tensor, column_scale: Ten
         return (y * (inverse * column_scale)).to(torch.bfloat16)
 
 
-PRODUCTS = {"rowwise": _rowwise, "separate": _separate, "emulated": _emulated}
+PRODUCTS = {"rowwise": _rowwise, "emulated": _emulated}
 """Kind -> (values [m, k] in FP8, weight [n, k] in FP8, inverse [m, 1], column_scale [1, n]) -> [m,
 n] in bfloat16.
 """
@@ -269,18 +230,14 @@ def product_kind(device: torch.device) -> str:
 
 @functools.cache
 def _cuda_product_kind(index: int) -> str:
-    """What works on this card with this PyTorch, found by trying: the row-wise kernel is not built
-    for all of them.
-    """
+    """Found by trying: not every build of PyTorch has the kernel for every card."""
     device = torch.device("cuda", index)
     if torch.cuda.get_device_capability(device) < (8, 9):
         return "emulated"
     matrix = torch.zeros(128, 128, device=device).to(E4M3.dtype)
     scale = torch.ones(128, 1, device=device)
-    for kind in ("rowwise", "separate"):
-        try:
-            PRODUCTS[kind](matrix, matrix, scale, scale.t())
-            return kind
-        except (RuntimeError, ValueError, NotImplementedError):
-            continue
-    return "emulated"
+    try:
+        _rowwise(matrix, matrix, scale, scale.t())
+    except (RuntimeError, ValueError, NotImplementedError):
+        return "emulated"
+    return "rowwise"

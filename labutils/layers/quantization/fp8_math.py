@@ -205,12 +205,9 @@ def quantise(x: Tensor, granularity: str = "tensor", fmt: Format = E4M3) -> Quan
 
     granularity: "tensor" (one scale), "row" (one for each row along the last dimension), "block"
     (an E8M0 scale for each 32 neighbours in a row, as in MXFP8). What shares a scale with NaN or
-    infinity becomes NaN or zero. Raises `ValueError` for another granularity, and for rows that
-    blocks don't divide.
+    infinity becomes NaN or zero. Raises `ValueError` for another granularity.
     """
     check_choice("granularity", granularity, tuple(SCALES))
-    if granularity == "block" and x.shape[-1] % BLOCK:
-        raise ValueError(f"Rows of {x.shape[-1]} numbers can't be cut into blocks of {BLOCK}.")
     parts = x.float().unflatten(-1, (-1, BLOCK)) if granularity == "block" else x.float()
     scale = SCALES[granularity](amax(parts, granularity), fmt)
     return Quantised(saturating_cast(parts * scale, fmt), 1 / scale, x.shape)

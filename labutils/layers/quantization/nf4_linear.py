@@ -141,8 +141,6 @@ class _UnpackedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 6
         codes, *others = ctx.saved_tensors
         # The same bytes in another shape: a compiler that saw the forward pass's expression once
         # more would compute it once, and keep two bytes a parameter until here.
@@ -174,8 +172,6 @@ class _UnpackedFP8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        if not ctx.needs_input_grad[0]:
-            return (None,) * 8
         row_scale, codes, *constants = ctx.saved_tensors
         weight = unpacked(Packed(codes.view(-1), *constants, ctx.tables)).view(dy.shape[-1], -1)
         transposed = (weight / row_scale).to(E4M3.dtype).t().contiguous()
