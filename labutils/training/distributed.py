@@ -95,7 +95,7 @@ def by_itself() -> Iterator[None]:
         _by_itself = before
 
 
-def join(patience_s: float = PATIENCE_S, device: str | None = None) -> None:
+def join(patience_s: float = PATIENCE_S) -> None:
     """Meet the other ranks that torchrun started: NCCL where there are GPUs, one for each rank,
     gloo on a CPU.
 
@@ -103,8 +103,7 @@ def join(patience_s: float = PATIENCE_S, device: str | None = None) -> None:
     tensors exists in any case: what the ranks tell each other beside gradients must not keep a GPU
     waiting.
     """
-    on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
-    if on_gpu:
+    if on_gpu := torch.cuda.is_available():
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= gpus:
             raise Unavailable(
