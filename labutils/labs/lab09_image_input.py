@@ -151,6 +151,7 @@ def trained_from(
                 runs[key] = _joined(runs[key], run) if key in runs else run
     for (form, _), run in runs.items():
         run.tags = image_tags(form, Recipe(**run.recipe))
+        run.comparison = next(iter(runs.values())).comparison  # each round visited all of them
     return runs
 
 

@@ -92,7 +92,8 @@ class Run:
     bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1. `status` is "ok", "oom", "skipped:
     why" or "error: what". `beside`: how many other labs may have run on this machine at the same
     time. `made_of`: a digest of the code and the parameters behind it. `notebook`: the file that
-    it came from.
+    it came from. `comparison`: an id that runs of one interleaved comparison share: the n-th rounds
+    of two comparisons were measured at different times.
     """
 
     lab: str
@@ -113,6 +114,7 @@ class Run:
     beside: int | None = None
     made_of: str = ""
     notebook: str = ""
+    comparison: str = ""
     tags: dict[str, Tag] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,8 +11,9 @@ import math
 import operator
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -138,7 +139,6 @@ class Benchmark:
         self.candidates: dict[str, Candidate] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
-        self.stack = ExitStack()
         probe_machine()  # now, while nothing else is on the device
 
     def compare(
@@ -161,20 +161,23 @@ class Benchmark:
         if len(recipes) > 1:
             base = next(iter(recipes))
             visits[base + AGAIN] = base
-        times = {name: StepTimes() for name in visits}
-        able = [name for name in recipes if name in self.candidates]
-        lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
+        times = {run: StepTimes() for run in visits}
+        able = {name: self.candidates[name] for name in recipes if name in self.candidates}
+        lead_in = max((candidate.steps_to_drain for candidate in able.values()), default=0)
+        counts = {n: max(steps, math.ceil(ROUND_MS / c.step_ms)) for n, c in able.items()}
+        if self.same_batches:  # the same ones for each candidate
+            counts = dict.fromkeys(counts, max(counts.values(), default=steps))
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
-            counts = self._steps_of_a_round(recipes, steps)
             for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
-                if name in self.failed:
-                    continue
-                with self._noting(name):
-                    block = self.candidates[name].measure(counts[name], lead_in)
-                    times[run].extend(block, turn)
-                self._drop_if_failed(name)
-        runs = {run: self._report(run, name, times[run]) for run, name in visits.items()}
+                if name in self.candidates:
+                    with self._noting(name):
+                        block = self.candidates[name].measure(counts[name], lead_in)
+                        times[run].extend(block, turn)
+                    self._drop_if_failed(name)
+        runs, comparison = {}, uuid.uuid4().hex[:12]
         for run, name in visits.items():
+            runs[run] = self._report(run, name, times[run])
+            runs[run].comparison = comparison
             runs[run].tags = dict((tags or {}).get(name, {}))
             if run != name:
                 runs[run].tags["again"] = True
@@ -196,7 +199,6 @@ class Benchmark:
             self.known[name] = fitted[name]
             with self._noting(name):
                 self.candidates[name] = Candidate(self.workload, recipes[name], **self.options)
-                self.stack.callback(self._end, name)
             self._drop_if_failed(name)
         gc.collect()  # so that the collector hardly comes by itself while steps are timed
 
@@ -228,19 +230,9 @@ class Benchmark:
             raise RuntimeError(f'"{name}" is not in this benchmark. Prepare it with compare().')
         return self.candidates[name]
 
-    def _steps_of_a_round(self, recipes: Mapping[str, Recipe], steps: int) -> dict[str, int]:
-        """Name -> optimizer steps of a round: `steps`, or more where they are short. (With workers
-        the warm-up's may be shorter than those to come: then a round is longer than need be.)
-        """
-        able = [name for name in recipes if name in self.candidates]
-        counts = {n: max(steps, math.ceil(ROUND_MS / self.candidates[n].step_ms)) for n in able}
-        if self.same_batches:  # the same ones in each round
-            return dict.fromkeys(able, max(counts.values(), default=steps))
-        return counts
-
     def _report(self, run_name: str, name: str, times: StepTimes) -> Run:
         run = empty_run(self.workload, self.known[name], run_name)
-        if name not in self.failed:
+        if name in self.candidates:
             with self._noting(name):
                 self.candidates[name].report(run, times)
             self._drop_if_failed(name)
@@ -277,7 +269,8 @@ class Benchmark:
 
     def close(self) -> None:
         """End all trainers."""
-        self.stack.close()
+        for name in list(self.candidates):
+            self._end(name)
 
     def __enter__(self) -> Benchmark:
         return self
@@ -306,7 +299,6 @@ class Candidate:
         meet: Meet | None = None,
         **hooks: Unpack[Hooks],
     ) -> None:
-        self.unsettled_rounds = 0
         self.after_step = after_step
         self.same_batches = same_batches
         gc.collect()  # what earlier trainers left in cycles would be counted as held by others
@@ -314,6 +306,7 @@ class Candidate:
         self.trainer = Trainer(workload, recipe, **hooks)
         built = cuda.allocated_memory()
         cuda.reset_peak_memory()  # from here on it is training's, and not building's
+        self.steps_to_drain = steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
         try:
             self.first_step_s = self._first_step()
             if meet is not None:
@@ -345,8 +338,7 @@ class Candidate:
         """This trainer's own peak, in GB: what others held `before` is taken off, the weights it
         shares with them aren't. {} without a GPU.
         """
-        peak = cuda.peak_memory()
-        if peak is None or before is None or built is None:
+        if (peak := cuda.peak_memory()) is None:
             return {}
         model = self.trainer.model
         held = sum(map(bytes_here, [*model.parameters(), *model.buffers()])) / 1e9
@@ -358,21 +350,12 @@ class Candidate:
         """Steps until the batches that workers made ready are used up and the GPU's clock has risen
         again; 0 where nothing is ready and a step is so long that the clock's rise is lost in it.
         """
-        if not self.ready_batches and self.step_ms > LONG_MS:
+        if not self.trainer.recipe.num_workers and self.step_ms > LONG_MS:
             return 0
         return max(self.steps_to_drain, math.ceil(SETTLE_MS / self.step_ms))
 
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle, self.after_step)
-
-    @property
-    def steps_to_drain(self) -> int:
-        return steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
-
-    @property
-    def ready_batches(self) -> int:
-        """Batches that the workers hold ready while nobody takes any."""
-        return self.trainer.recipe.num_workers * self.trainer.recipe.prefetch_factor
 
     def measure(self, steps: int, lead_in: int = 1) -> StepTimes:
         """A round of `steps` timed steps, settled before; with the same batches each time, rewound
@@ -380,7 +363,7 @@ class Candidate:
 
         It is taken once more where something was compiled in it: the second of two sizes may first
         come up here, and would be on record as a step of a minute. A recipe that never stops
-        compiling shows that in its times, and by its metric `unsettled_rounds`.
+        compiling shows that in its times.
         """
         if not self.same_batches:
             self.settle()
@@ -392,21 +375,14 @@ class Candidate:
                 self.trainer.step()
             if not self.trainer.ranks.most(graphs_so_far() - graphs):
                 break
-        else:
-            self.unsettled_rounds += 1
-        time.sleep(REFILL_S if self.ready_batches else 0)
+        time.sleep(REFILL_S if self.trainer.recipe.num_workers else 0)
         return times
 
     def rewind(self, lead_in: int) -> None:
         """Take the data back to where the first round began, and `lead_in` steps on from there: as
-        many as the `steps_to_drain` of whichever recipe takes most, so that all are timed on the
-        same batches. Raises `ValueError` where they are too few for this recipe's workers.
+        many as the `steps_to_drain` of the recipe that takes most, so that all are timed on the
+        same batches.
         """
-        if lead_in < self.steps_to_drain:
-            raise ValueError(
-                f"lead_in={lead_in}: this recipe's workers make batches for {self.steps_to_drain} "
-                "steps ready meanwhile, which would be timed as if data cost nothing."
-            )
         self.trainer.rewind_data(self.timed_from)
         measure(self.trainer, lead_in, self.after_step)
 
@@ -429,27 +405,28 @@ class Candidate:
         """
         trainer, recipe = self.trainer, self.trainer.recipe
         trainer.driver.log.flush()
-        step_ms = summarise(times.step_ms)
         run.samples = {
             name: [round(sample, 4) for sample in getattr(times, name)]
             for name in ("step_ms", "data_ms", "wall_ms", "round")
         }
+        rates = [1e3 * recipe.examples_per_step / ms for ms in times.step_ms]
         run.metrics = {
-            "step_ms": step_ms,
+            "step_ms": summarise(times.step_ms),
             "wall_ms": summarise(times.wall_ms),
             "data_ms": summarise(times.data_ms),
             "first_step_s": self.first_step_s,
             "build_s": trainer.build_s,
-            "examples_per_s": recipe.examples_per_step / step_ms["median"] * 1e3,
+            "examples_per_s": summarise(rates),
             "loss": trainer.losses,
         }
         run.metrics |= {} if trainer.encode_s is None else {"encode_s": trainer.encode_s}
-        run.metrics |= {"unsettled_rounds": self.unsettled_rounds} if self.unsettled_rounds else {}
         run.metrics |= self.memory | ({} if trainer.ranks.alone else {"ranks": trainer.ranks.count})
         if times.work:
             run.samples["tokens"] = [work.tokens for work in times.work]
             run.samples["useful_tokens"] = [work.useful_tokens for work in times.work]
             run.metrics |= self._rates(times)
+        else:
+            run.samples["examples_per_s"] = [round(rate, 4) for rate in rates]
 
     def _rates(self, times: StepTimes) -> dict[str, float]:
         """Rates of steps that differ in what they take in: all of it, on all ranks, over all their

@@ -100,7 +100,7 @@ def main(path: str) -> None:
     status.write()
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
-            distributed.join(job["patience_s"])
+            distributed.join(job["timeout_s"])
         for task in job["tasks"]:
             _do(Task(**task), status)
         distributed.leave()

@@ -36,10 +36,6 @@ from labutils.training.distributed import share_of
 from labutils.training.launch_worker import RUNS, RankStatus, Task
 
 TIMEOUT_S = 420.0
-PATIENCE_S = {"cuda": 120.0, "cpu": 300.0}
-"""How long ranks of a launch wait for each other, if nothing else is said: longer than one of them
-builds and times a model by itself. On GPUs that is much less than PyTorch's ten minutes, which a
-rank that hangs would cost all others; a CPU may be busy with other things."""
 MARK = "LABUTILS_LAUNCH"
 """All processes of a launch carry its id in their environment under this name."""
 SHM = Path("/dev/shm")
@@ -55,7 +51,7 @@ class Ended:
     rank by rank, in words. first: (rank, exit code) of the rank that failed first, a negative code
     being a signal; None where none failed. ranks: the status that each rank left. checkpoint_step:
     of the whole checkpoint that there is to go on from. log: what the ranks printed. left:
-    processes and files that had to be cleared away. seconds: from start to end.
+    processes and files that had to be cleared away.
     """
 
     runs: dict[str, Run]
@@ -65,7 +61,6 @@ class Ended:
     checkpoint_step: int | None = None
     log: str = ""
     left: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -84,7 +79,6 @@ def launch(
     ranks: int,
     device: str,
     timeout_s: float = TIMEOUT_S,
-    patience_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     each: Callable[[Run], None] = lambda run: None,
 ) -> Ended:
@@ -92,9 +86,8 @@ def launch(
     have ended.
 
     each: is called with each run soon after it is there, so that a launch that is cut off loses no
-    more than one. patience_s: how long a rank waits for the others (None: `PATIENCE_S`); timeout_s:
-    how long all may take. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError`
-    for what can't be asked.
+    more than one. timeout_s: how long all may take, and a rank waits for the others. Raises
+    `Unavailable` where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: it takes 1 or more.")
@@ -106,12 +99,9 @@ def launch(
         if task.recipe and not task.alone:
             share_of(Recipe(**task.recipe), ranks)
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
-        folder, mark, began = Path(name), uuid.uuid4().hex, time.perf_counter()
-        job = {
-            "tasks": [asdict(task) for task in tasks],
-            "folder": name,
-            "patience_s": patience_s or PATIENCE_S[device],
-        }
+        folder, mark, until = Path(name), uuid.uuid4().hex, time.monotonic() + timeout_s
+        todo = [asdict(task) for task in tasks]
+        job = {"tasks": todo, "folder": name, "timeout_s": timeout_s}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         variables = rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name}
         variables |= environment or {}
@@ -119,7 +109,7 @@ def launch(
         with ThreadPoolExecutor(1) as pool:
             failures = pool.submit(_start, ranks, folder, variables)
             try:
-                while not wait([failures], LOOK_S).done and time.perf_counter() < began + timeout_s:
+                while not wait([failures], LOOK_S).done and time.monotonic() < until:
                     _look(folder, runs, each)
                 in_time = failures.done()
             finally:  # after Ctrl-C as well
@@ -127,7 +117,7 @@ def launch(
         _look(folder, runs, each)  # what was written while the ranks were being ended
         stopped = "" if in_time else f"The launch had not ended after {timeout_s:.0f} s."
         told = _told(folder, tasks, failures.result() if in_time else {}, stopped)
-        return Ended(runs, left=left, seconds=time.perf_counter() - began, **told)
+        return Ended(runs, left=left, **told)
 
 
 def _start(ranks: int, folder: Path, variables: Mapping[str, str]) -> dict[int, int]:
@@ -212,46 +202,56 @@ def _clear_away(mark: str) -> list[str]:
 def _told(
     folder: Path, tasks: Sequence[Task], failures: Mapping[int, int], stopped: str
 ) -> dict[str, Any]:
-    """Fields of `Ended`. Its message says what happened, which rank began it, where each rank was,
-    and what there is to go on from.
+    """Fields of `Ended`: what the ranks left in the launch's folder, and what it means.
+
+    The message says what happened, which rank began it, where each rank was, and what there is to
+    go on from.
     """
     paths = sorted(folder.glob("rank*.json"))
     statuses = [RankStatus(**json.loads(path.read_text("utf-8"))) for path in paths]
-    printed = {
-        path: path.read_text(encoding="utf-8", errors="replace").splitlines()
+    log = [
+        f"[rank {path.parent.name}] {line}"
         for path in sorted((folder / "logs").rglob("std*.log"))
-    }
-    log = [f"[rank {path.parent.name}] {line}" for path, lines in printed.items() for line in lines]
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
     doing = {status.task for status in statuses}
     folders = [task.folder for task in tasks if task.name in doing and task.checkpoint_every]
     step = step_of(folders[0]) if folders else None
     first = _first(failures, statuses)
     lines = [stopped] if stopped else []
-    if first and not any(s.rank == first[0] and s.state == "failed" for s in statuses):
-        rank, code = first
-        said = next((line for line in reversed(log) if line.startswith(f"[rank {rank}]")), "")
-        how = (
-            f"was killed by {signal.Signals(-code).name}."
-            if code < 0
-            else f"ended with code {code}."
-        )
-        lines.append(f"Rank {rank} {how} {said}".strip())
-    for status in sorted(statuses, key=lambda status: not first or status.rank != first[0]):
-        at = (
-            f"in optimizer step {status.step + 1} of *{status.task}*" if status.task else "at start"
-        )
-        if status.state == "failed":
-            lines.append(f"Rank {status.rank} failed {at}: {status.error}")
-        elif status.state != "done":
-            lines.append(f"Rank {status.rank} was {at}.")
+    if first:
+        lines += _end_of(*first, statuses, log)
+        statuses.sort(key=lambda status: (status.rank != first[0], status.rank))
+    lines += [_place_of(status) for status in statuses if status.state != "done"]
     if step is not None:
         lines.append(
             f"The checkpoint of optimizer step {step} is whole. Go on from it with resume=True, on "
             "any number of ranks that shares the micro-batches evenly."
         )
-    message = "\n".join(lines) if stopped or failures else ""
-    ended = {"message": message, "first": first, "ranks": statuses, "checkpoint_step": step}
-    return ended | {"log": "\n".join(log)}
+    return {
+        "message": "\n".join(lines) if stopped or failures else "",
+        "first": first,
+        "ranks": sorted(statuses, key=lambda status: status.rank),
+        "checkpoint_step": step,
+        "log": "\n".join(log),
+    }
+
+
+def _end_of(rank: int, code: int, statuses: Sequence[RankStatus], log: Sequence[str]) -> list[str]:
+    """How a rank ended whose status doesn't say it."""
+    if any(status.rank == rank and status.state == "failed" for status in statuses):
+        return []
+    if code < 0:
+        return [f"Rank {rank} was killed by {signal.Signals(-code).name}."]
+    printed = [line for line in log if line.startswith(f"[rank {rank}]")] or ["nothing was printed"]
+    return [f"Rank {rank} ended with code {code}: {printed[-1]}"]
+
+
+def _place_of(status: RankStatus) -> str:
+    at = f"in optimizer step {status.step + 1} of *{status.task}*" if status.task else "at start"
+    if status.state == "failed":
+        return f"Rank {status.rank} failed {at}: {status.error}"
+    return f"Rank {status.rank} was {at}."
 
 
 def _first(failures: Mapping[int, int], statuses: Sequence[RankStatus]) -> tuple[int, int] | None:

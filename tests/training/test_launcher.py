@@ -42,7 +42,7 @@ def train_until(fail: str, step: int, folder: Path, resume: bool = False, **chan
     recipe = DYING.but(**changes).as_dict()
     options = {"folder": str(folder), "checkpoint_every": 2, "fail": fail, "fails": (1, step)}
     task = Task("run", "train", workload, recipe, STEPS, resume=resume, **options)
-    return launch([task], 2, "cpu", 200, 30)
+    return launch([task], 2, "cpu", 200)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_what_is_measured_comes_back_run_by_run():
         Task("train", "two", workload, SD.as_dict(), 2, 0, traced=1, tags={"ranks": 2}),
         Task("run", "whole", workload, SD.as_dict(), 1, alone=True),
     ]
-    ended = launch(tasks, 2, "cpu", 200, 60, each=told.append).or_raise()
+    ended = launch(tasks, 2, "cpu", 200, each=told.append).or_raise()
     assert [run.run for run in told] == list(ended.runs) == ["link", "one", "two", "whole"]
     assert len(ended.runs["link"].samples["all_reduce_ms"]) == 2
     one, two = ended.runs["one"], ended.runs["two"]
@@ -132,7 +132,7 @@ def test_a_launch_is_refused_before_anything_starts(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"environment": {"PYTHONHOME": "/nowhere"}}, "ended with code 1. [rank "),
+        ({"environment": {"PYTHONHOME": "/nowhere"}}, "ended with code 1: [rank 0]"),
         ({"timeout_s": 0.5}, "not ended after 0 s"),
     ],
 )
