@@ -51,8 +51,6 @@ def test_a_child_that_ends_without_an_answer_says_how(program, told):
 
 def test_a_block_that_is_left_ends_its_child():
     with pytest.raises(KeyboardInterrupt), child("import time; time.sleep(600)") as left:
-        with pytest.raises(TimeoutError):
-            left.receive(timeout_s=0.01)
         raise KeyboardInterrupt
     assert left.process.returncode == -9
 
