@@ -376,8 +376,6 @@ def topology() -> Run:
 
 # ------------------------------------------------------------------------------------ a rank dies
 
-CRASHES = ("rank killed", "rank raises", "resumed on fewer ranks")
-
 
 def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
     """Rank 1 is killed after five steps; all go on, and it raises after seven; as many as can share

@@ -162,9 +162,9 @@ class Benchmark:
             base = next(iter(recipes))
             visits[base + AGAIN] = base
         times = {run: StepTimes() for run in visits}
-        able = {name: self.candidates[name] for name in recipes if name in self.candidates}
-        lead_in = max((candidate.steps_to_drain for candidate in able.values()), default=0)
-        counts = {n: max(steps, math.ceil(ROUND_MS / c.step_ms)) for n, c in able.items()}
+        able = [name for name in recipes if name in self.candidates]
+        lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
+        counts = {n: max(steps, math.ceil(ROUND_MS / self.candidates[n].step_ms)) for n in able}
         if self.same_batches:  # the same ones for each candidate
             counts = dict.fromkeys(counts, max(counts.values(), default=steps))
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
