@@ -17,17 +17,13 @@ from labutils.workloads.base import Batch, Work
 Weigh = Callable[[Batch], Work | None]
 
 
-def _alike(batch: Batch) -> None:
-    """All batches take the same."""
-
-
 class Batches:
     """Epoch after epoch of `loader`, in the order of its `sampler`, which offers `go_to(epoch,
     start)`.
 
     `taken` counts the micro-batches handed out, by all ranks together, which with the seed is all
     there is to the data's state; of `ranks` ranks this one gets those that one process would take
-    `rank`-th, and every so manieth from there. So an optimizer step has the same micro-batches,
+    `rank`-th, and every `ranks`-th from there. So an optimizer step has the same micro-batches,
     whoever computes them. `reset_wait()` gives the host's wait for them since it was last asked,
     `reset_work()` what they took by `weigh`'s account, or None where all take the same. The loader
     drops a last micro-batch that would be short, as every optimizer step is to have the same work.
@@ -39,7 +35,7 @@ class Batches:
         micro_batch: int,
         sampler: object,
         taken: int = 0,
-        weigh: Weigh = _alike,
+        weigh: Weigh = lambda batch: None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:

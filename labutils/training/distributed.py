@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labutils.recipe import Recipe, Unavailable
-from labutils.workloads.base import Batch, Workload
+from labutils.workloads.base import Workload
 
 # The knob's new name came with PyTorch 2.13, and 2.11 doesn't know it.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -140,33 +140,14 @@ def share_of(recipe: Recipe, ranks: int) -> int:
     return recipe.accumulation // ranks
 
 
-FSDP_CANNOT: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
-    (
-        lambda recipe: recipe.driver != "eager",
-        "is built for driver='eager', where nothing wraps the model a second time",
-    ),
-    (
-        lambda recipe: recipe.precision == "fp16",
-        "needs precision='bf16' or 'fp32': each rank would see its own shard's overflows alone",
-    ),
-    (
-        lambda recipe: recipe.base_linear != "published",
-        "cuts plain weights: it needs base_linear='published'",
-    ),
-    (
-        lambda recipe: recipe.adapter == "folded",
-        "gathers weights when their layer is called, and adapter='folded' reads them before",
-    ),
-    (
-        lambda recipe: recipe.memory_format != "contiguous",
-        "cuts contiguous weights: it needs memory_format='contiguous'",
-    ),
-    (
-        lambda recipe: recipe.compile != "off" and recipe.compile_scope != "blocks",
-        "gathers weights between blocks: it needs compile_scope='blocks'",
-    ),
-)
-"""What a recipe must not ask of parallel='fsdp', and why."""
+FSDP_NEEDS: dict[str, tuple[str, ...]] = {
+    "driver": ("eager",),  # where nothing wraps the model a second time
+    "precision": ("bf16", "fp32"),  # in fp16 each rank would see its own shard's overflows alone
+    "base_linear": ("published",),  # it cuts plain weights
+    "adapter": ("none", "plain", "peft"),  # folded ones read weights before they are gathered
+    "memory_format": ("contiguous",),  # it cuts contiguous weights
+}
+"""Knob -> the values that parallel='fsdp' can do."""
 
 
 def check(recipe: Recipe, ranks: int, examples: int) -> None:
@@ -181,10 +162,16 @@ def check(recipe: Recipe, ranks: int, examples: int) -> None:
         )
     if recipe.driver == "graph":
         raise ValueError("driver='graph' records one process. Use driver='eager' on several ranks.")
-    if recipe.parallel == "fsdp":
-        for asked, why in FSDP_CANNOT:
-            if asked(recipe):
-                raise ValueError(f"parallel='fsdp' {why}.")
+    if recipe.parallel != "fsdp":
+        return
+    for knob, values in FSDP_NEEDS.items():
+        if (value := getattr(recipe, knob)) not in values:
+            uses = " or ".join(f"{knob}={allowed!r}" for allowed in values)
+            raise ValueError(f"parallel='fsdp' can't do {knob}={value!r}. Use {uses}.")
+    if recipe.compile != "off" and recipe.compile_scope != "blocks":
+        raise ValueError(
+            "parallel='fsdp' gathers weights between blocks. Use compile_scope='blocks'."
+        )
 
 
 def distribute(
@@ -253,22 +240,9 @@ def synchronising(shared: nn.Module | None, recipe: Recipe, last: bool) -> Itera
         with shared.no_sync():
             yield
         return
-    if hasattr(
-        shared, "set_requires_gradient_sync"
-    ):  # fully_shard's: gradients stay whole, and add up, until the last
+    if hasattr(shared, "set_requires_gradient_sync"):  # FSDP: whole gradients add up until the last
         shared.set_requires_gradient_sync(not wait)
     yield
-
-
-def drawn(workload: Workload, model: nn.Module, batch: Batch, ranks: Ranks) -> Batch:
-    """The random numbers of this rank's micro-batch.
-
-    Every rank draws all ranks' and keeps its own. So a micro-batch has the numbers that one process
-    would give it, all generators stay alike, and one of them in a checkpoint stands for all. It
-    costs a few small kernels a rank.
-    """
-    draws = [workload.draw(model, batch) for _ in range(ranks.count)]
-    return draws[ranks.rank]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -279,11 +253,8 @@ def whole_parameters(parameters: list[nn.Parameter]) -> list[Tensor]:
     """The parameters' values on the host; those that are cut among the ranks are gathered, by all
     ranks together.
     """
-    return [_whole(parameter.detach()).cpu() for parameter in parameters]
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    own = [parameter.detach() for parameter in parameters]
+    return [(t.full_tensor() if hasattr(t, "full_tensor") else t).cpu() for t in own]
 
 
 def bytes_here(tensor: Any) -> int:

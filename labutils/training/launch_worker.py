@@ -22,6 +22,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from labutils.profiling import cuda
 from labutils.profiling.collectives import communication, time_all_reduce
 from labutils.profiling.machine import default_device
@@ -31,7 +34,6 @@ from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import distributed
 from labutils.training.benchmark import Candidate, empty_run
-from labutils.training.gradient_timing import gradient_arrivals
 from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 
@@ -97,7 +99,7 @@ def main(path: str) -> None:
     """One rank, from its first status to its last."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     status = RankStatus(int(os.environ["RANK"]), job["folder"])
-    status.write()
+    status.write()  # with its own process's number
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
             distributed.join(job["timeout_s"])
@@ -201,6 +203,47 @@ def _to_gather(trainer: Trainer) -> dict[str, float]:
         "gathered_mb": lower * sum(p.nbytes for p in trained.parameters()) / 1e6,
         "units": len(workload.units(trainer.model)) + 1,
     }
+
+
+def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
+    """{"lead_ms", "lead_bytes"}: how long before the last gradient each one is there, in order of
+    time, and its bytes.
+
+    Measured on one more optimizer step, on its last backward pass: on a GPU by events in the
+    stream, so that it is the GPU's time and not the host's.
+    """
+    marks: dict[int, tuple[torch.cuda.Event | float, int]] = {}
+    on_gpu = trainer.workload.device.type == "cuda"
+
+    def arrived(parameter: Tensor) -> None:
+        marks[id(parameter)] = (_mark(on_gpu), parameter.grad.nbytes)
+
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trainer.parameters]
+    try:
+        trainer.step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if on_gpu:
+        torch.cuda.synchronize()
+    first = next(iter(marks.values()))[0]
+    arrivals = sorted(
+        (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size)
+        for mark, size in marks.values()
+    )
+    last = arrivals[-1][0]
+    return {
+        "lead_ms": [round(last - at, 4) for at, _ in arrivals],
+        "lead_bytes": [size for _, size in arrivals],
+    }
+
+
+def _mark(on_gpu: bool) -> torch.cuda.Event | float:
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _run(task: Task, status: RankStatus) -> Run:

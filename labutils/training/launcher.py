@@ -103,6 +103,8 @@ def launch(
         todo = [asdict(task) for task in tasks]
         job = {"tasks": todo, "folder": name, "timeout_s": timeout_s}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        for rank in range(ranks):  # one that can't even start has a status, too
+            RankStatus(rank, name, pid=0).write()
         variables = rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name}
         variables |= environment or {}
         runs: dict[str, Run] = {}
@@ -219,46 +221,35 @@ def _told(
     step = step_of(folders[0]) if folders else None
     first = _first(failures, statuses)
     lines = [stopped] if stopped else []
-    if first:
-        lines += _end_of(*first, statuses, log)
-        statuses.sort(key=lambda status: (status.rank != first[0], status.rank))
-    lines += [_place_of(status) for status in statuses if status.state != "done"]
+    for status in sorted(statuses, key=lambda status: not first or status.rank != first[0]):
+        code = failures.get(status.rank, 0)
+        at = "at start"
+        if status.task:
+            at = f"in optimizer step {status.step + 1} of *{status.task}*"
+        if status.state == "failed":
+            lines.append(f"Rank {status.rank} failed {at}: {status.error}")
+        elif code < 0 and code != -signal.SIGTERM:
+            lines.append(f"Rank {status.rank} was killed by {signal.Signals(-code).name} {at}.")
+        elif code > 0:
+            said = log[-1] if log else "nothing was printed"
+            lines.append(f"Rank {status.rank} ended with code {code} {at}: {said}")
+        elif status.state != "done":
+            lines.append(f"Rank {status.rank} was {at}.")
     if step is not None:
         lines.append(
             f"The checkpoint of optimizer step {step} is whole. Go on from it with resume=True, on "
             "any number of ranks that shares the micro-batches evenly."
         )
-    return {
-        "message": "\n".join(lines) if stopped or failures else "",
-        "first": first,
-        "ranks": sorted(statuses, key=lambda status: status.rank),
-        "checkpoint_step": step,
-        "log": "\n".join(log),
-    }
-
-
-def _end_of(rank: int, code: int, statuses: Sequence[RankStatus], log: Sequence[str]) -> list[str]:
-    """How a rank ended whose status doesn't say it."""
-    if any(status.rank == rank and status.state == "failed" for status in statuses):
-        return []
-    if code < 0:
-        return [f"Rank {rank} was killed by {signal.Signals(-code).name}."]
-    printed = [line for line in log if line.startswith(f"[rank {rank}]")] or ["nothing was printed"]
-    return [f"Rank {rank} ended with code {code}: {printed[-1]}"]
-
-
-def _place_of(status: RankStatus) -> str:
-    at = f"in optimizer step {status.step + 1} of *{status.task}*" if status.task else "at start"
-    if status.state == "failed":
-        return f"Rank {status.rank} failed {at}: {status.error}"
-    return f"Rank {status.rank} was {at}."
+    message = "\n".join(lines) if stopped or failures else ""
+    ended = {"message": message, "first": first, "ranks": statuses, "checkpoint_step": step}
+    return ended | {"log": "\n".join(log)}
 
 
 def _first(failures: Mapping[int, int], statuses: Sequence[RankStatus]) -> tuple[int, int] | None:
     """(rank, exit code) of the rank that failed first: one that was killed, or whose status says so
     first. A rank that elastic stopped ended by SIGTERM.
     """
-    killed = [rank for rank, code in failures.items() if code < 0 and -code != signal.SIGTERM]
+    killed = [rank for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM]
     failed = sorted((s for s in statuses if s.state == "failed"), key=lambda status: status.at)
     rank = next(iter([*killed, *(status.rank for status in failed), *failures]), None)
     return None if rank is None else (rank, failures.get(rank, 1))

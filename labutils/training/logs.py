@@ -178,8 +178,15 @@ class RingLog:
         self.travelling = 0
 
 
-Log = SynchronousLog | RingLog
-"""What a driver tells each micro-batch's loss, and the end of each micro-step and step."""
+def open_log(
+    kind: str, write: Write, accumulation: int, device: torch.device, across: Across = own
+) -> SynchronousLog | RingLog:
+    """The log of a recipe's `logging`. A driver tells it each micro-batch's loss, and the end of
+    each micro-step and step.
+    """
+    if kind == "synchronous":
+        return SynchronousLog(write, accumulation, across)
+    return RingLog(write, accumulation, device, across=across)
 
 
 def tensorboard(folder: Path, flush: bool) -> tuple[Write, Callable[[], None]]:

@@ -132,14 +132,14 @@ def test_a_launch_is_refused_before_anything_starts(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"environment": {"PYTHONHOME": "/nowhere"}}, "ended with code 1: [rank 0]"),
+        ({"environment": {"PYTHONHOME": "/nowhere"}}, "Rank 0 ended with code 1 at start"),
         ({"timeout_s": 0.5}, "not ended after 0 s"),
     ],
 )
 def test_ranks_that_cannot_be_started_or_hang_are_stopped(options, told):
     ended = launch([], 2, "cpu", **options)
     assert told in ended.message and not ended.ok
-    assert not any(psutil.pid_exists(status.pid) for status in ended.ranks)
+    assert not any(status.pid and psutil.pid_exists(status.pid) for status in ended.ranks)
 
 
 def test_who_failed_first_is_whom_the_others_lost():
