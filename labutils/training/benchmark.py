@@ -175,12 +175,16 @@ class Benchmark:
                         times[run].extend(block, turn)
                     self._drop_if_failed(name)
         runs, comparison = {}, uuid.uuid4().hex[:12]
-        for run, name in visits.items():
-            runs[run] = self._report(run, name, times[run])
-            runs[run].comparison = comparison
-            runs[run].tags = dict((tags or {}).get(name, {}))
-            if run != name:
-                runs[run].tags["again"] = True
+        for run_name, name in visits.items():
+            run = runs[run_name] = empty_run(self.workload, self.known[name], run_name)
+            run.comparison, run.tags = comparison, dict((tags or {}).get(name, {}))
+            if run_name != name:
+                run.tags["again"] = True
+            if name in self.candidates:
+                with self._noting(name):
+                    self.candidates[name].report(run, times[run_name])
+                self._drop_if_failed(name)
+            run.status = self.failed.get(name, "ok")
         return runs
 
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
@@ -229,15 +233,6 @@ class Benchmark:
         if name not in self.candidates:
             raise RuntimeError(f'"{name}" is not in this benchmark. Prepare it with compare().')
         return self.candidates[name]
-
-    def _report(self, run_name: str, name: str, times: StepTimes) -> Run:
-        run = empty_run(self.workload, self.known[name], run_name)
-        if name in self.candidates:
-            with self._noting(name):
-                self.candidates[name].report(run, times)
-            self._drop_if_failed(name)
-        run.status = self.failed.get(name, "ok")
-        return run
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
@@ -308,7 +303,7 @@ class Candidate:
         cuda.reset_peak_memory()  # from here on it is training's, and not building's
         self.steps_to_drain = steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
         try:
-            self.first_step_s = self._first_step()
+            self.first_step_s = measure(self.trainer, 1, after_step).step_ms[0] / 1e3
             if meet is not None:
                 meet(self.trainer)
                 cuda.empty_cache()
@@ -324,15 +319,6 @@ class Candidate:
         self.step_ms = self.trainer.ranks.most(estimate)  # one number of steps for all
         self.memory = self._peak_memory(before, built)
         self.timed_from = self.trainer.batches.taken
-
-    def _first_step(self) -> float:
-        began = time.perf_counter()
-        self.trainer.step()
-        cuda.synchronize()
-        seconds = time.perf_counter() - began
-        if self.after_step is not None:
-            self.after_step(self.trainer)
-        return seconds
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
         """This trainer's own peak, in GB: what others held `before` is taken off, the weights it

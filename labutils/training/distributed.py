@@ -279,17 +279,12 @@ def take_parameters(parameters: list[nn.Parameter], values: list[Tensor]) -> Non
             "trained ones of this run. Resume with the same settings, or start in another folder."
         )
     for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(_cut_like(parameter, value))
+        if hasattr(parameter, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _cut_like(parameter: Any, value: Tensor) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    if not hasattr(parameter, "full_tensor"):
-        return value
-    return distribute_tensor(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements
-    )
+            layout = parameter.device_mesh, parameter.placements
+            value = distribute_tensor(value.to(parameter.device), *layout)
+        parameter.copy_(value)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -305,13 +300,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     if not state:
         return {}
     place = {name: index for index, name in enumerate(_names(model, optimizer))}
-    return {
-        "state": {place[name]: moments for name, moments in state["state"].items()},
-        "param_groups": [
-            group | {"params": [place[name] for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    return _renamed(state, place)
 
 
 def load_optimizer_state(
@@ -323,14 +312,7 @@ def load_optimizer_state(
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    names = _names(model, optimizer)
-    named = {
-        "state": {names[index]: moments for index, moments in state["state"].items()},
-        "param_groups": [
-            group | {"params": [names[index] for index in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    named = _renamed(state, dict(enumerate(_names(model, optimizer))))
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(model, optimizer, named, options=options)
 
@@ -339,3 +321,12 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The optimizer's parameters by their names in `model`, in order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with new keys for its parameters: numbers in the place of names, say."""
+    groups = state["param_groups"]
+    return {
+        "state": {new[old]: moments for old, moments in state["state"].items()},
+        "param_groups": [g | {"params": [new[old] for old in g["params"]]} for g in groups],
+    }

@@ -104,10 +104,6 @@ def test_recipes_are_visited_there_and_back_and_the_base_twice(workload, monkeyp
     assert runs["rank 2"].samples["step_ms"] != runs["rank 2 again"].samples["step_ms"]
 
 
-def test_effects_get_eight_rounds_where_they_count():
-    assert benchmark.ROUNDS["small"] >= 8 <= benchmark.ROUNDS["full"]
-
-
 def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, tmp_path):
     """Six batches are ready: one step and then two of four micro-batches are passed over, and one
     warms up.
@@ -142,51 +138,41 @@ def failing_at(monkeypatch, workload, step: int, error: type[BaseException]) -> 
     monkeypatch.setattr(Trainer, "step", driving)
 
 
+PEFT = {"driver": "accelerate", "adapter": "peft"}
+WORKER = {"num_workers": 1, "persistent_workers": True}
+
+
 @pytest.mark.parametrize(
-    ("error", "status", "step"),
+    ("error", "step", "change"),
     [
-        (torch.OutOfMemoryError, "oom", 0),
-        (torch.OutOfMemoryError, "oom", 1),
-        (torch.OutOfMemoryError, "oom", 4),
-        (RuntimeError, "error: RuntimeError: the reason", 1),
+        (torch.OutOfMemoryError, 0, {}),
+        (RuntimeError, 1, PEFT),  # where a compiler fails
+        (torch.OutOfMemoryError, 4, WORKER),
+        (RuntimeError, 4, PEFT),
+        (RuntimeError, 4, {}),
     ],
 )
-def test_one_that_fails_does_not_stop_the_others(
-    error, status, step, workload, monkeypatch, tmp_path
+def test_one_that_fails_gives_its_memory_back_and_does_not_stop_the_others(
+    error, step, change, workload, monkeypatch, tmp_path
 ):
     """When it is built, at its first step, and in the midst of measuring."""
     monkeypatch.setattr(trainer.tempfile, "tempdir", str(tmp_path))
     failing_at(monkeypatch, workload, step, error)
-    recipes = {"before": QUICK, "fails": QUICK.but(rank=3), "after": QUICK.but(rank=2)}
-    runs = compare(workload, recipes, steps=1, rounds=2, warmup=1)
+    models = []
+    watch = lambda model: models.append(weakref.ref(model.unet))
+    with Benchmark(workload, warmup=1, on_model=watch) as bench:
+        recipes = {
+            "before": QUICK,
+            "fails": QUICK.but(rank=3, **change),
+            "after": QUICK.but(rank=2),
+        }
+        runs = bench.compare(recipes, steps=1, rounds=2)
+        assert [model() is None for model in models] == [False, *[True] * (step > 0), False]
+    status = "oom" if error is torch.OutOfMemoryError else "error: RuntimeError: the reason"
     assert [run.status for run in runs.values()] == ["ok", status, "ok", "ok"]
     assert (runs["fails"].metrics, runs["fails"].samples) == ({}, {})
     assert runs["fails"].recipe["rank"] == 3
     assert list(tmp_path.iterdir()) == []  # no trainer leaves its folder behind
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"driver": "accelerate", "adapter": "peft"},
-        {"num_workers": 1, "persistent_workers": True},
-    ],
-)
-@pytest.mark.parametrize("step", [1, 4])
-def test_one_that_fails_gives_its_memory_back(step, change, workload, monkeypatch):
-    """At once, while the others go on: at its first step (where a compiler fails), and in the midst
-    of measuring.
-    """
-    failing_at(monkeypatch, workload, step, RuntimeError)
-    models = []
-    with Benchmark(
-        workload, warmup=1, on_model=lambda model: models.append(weakref.ref(model.unet))
-    ) as bench:
-        recipes = {"stays": QUICK, "fails": QUICK.but(rank=3, **change)}
-        runs = bench.compare(recipes, steps=2, rounds=1)
-        assert runs["fails"].status == "error: RuntimeError: the reason"
-        assert [model() is None for model in models] == [False, True]
 
 
 @pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
