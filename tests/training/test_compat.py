@@ -121,10 +121,6 @@ def test_operators_have_their_names():
     assert compat.flash_attention_for_cpu(*[query.to("meta")] * 3).shape == query.shape
 
 
-def test_a_checkpoint_warning_is_silenced():
-    compat.silence_checkpoint_warning()
-
-
 def test_transformers_blocks_checkpoint_by_our_function():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
