@@ -13,6 +13,7 @@ from typing import Any
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import child_process
+from labutils.training.benchmark import empty_run
 from labutils.training.child_process import Child
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload, open_workload
@@ -79,14 +80,9 @@ def try_isolated(
     order = {"workload": opened, "recipe": recipe.as_dict(), "steps": steps}
     with Child(["-m", __name__], order, timeout_s, environment) as child:
         metrics = child.receive() or {"failed": 1, "message": child.failure()}
-    return Run(
-        lab="",
-        run="",
-        workload=workload.name,
-        scale=opened["scale"],
-        recipe=recipe.as_dict(),
-        metrics=metrics,
-    )
+    run = empty_run(workload, recipe, "")
+    run.scale, run.weights, run.metrics = opened["scale"], opened["weights"], metrics
+    return run
 
 
 def _main() -> None:

@@ -201,10 +201,6 @@ def test_a_name_in_a_benchmark_is_one_recipe(workload):
         with pytest.raises(ValueError, match="already another recipe"):
             bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
         assert set(bench.candidates) == {"a"}
-        bench.failed["c"] = "oom"
-        for name, word in (("c", "oom"), ("d", "not in this benchmark")):
-            with pytest.raises(RuntimeError, match=word):
-                bench.watch(name)
 
 
 # ------------------------------------------------------------------------------ rounds

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from ranks_at_work import SD
+from recipes_at_work import one_thread
 
 from labutils.recipe import STOCK, Unavailable
 from labutils.training import Trainer, distributed, launcher
@@ -26,6 +27,12 @@ DYING = SD.but(
     optimizer="adamw-fused",
 )
 STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")
