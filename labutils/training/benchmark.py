@@ -1,5 +1,5 @@
-"""Measuring recipes: one alone, or several interleaved in one process, so that what drifts drifts
-for all of them.
+"""Measures recipes: one alone, or several interleaved in one process. So a machine that becomes
+slower becomes slower for all of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TRIES = 3
 REFILL_S = 0.3
 """Pause after a recipe with workers: they read ahead, and would do so in the next one's steps."""
 AGAIN = " again"
-"""What the second visit of a comparison's base has behind the base's name."""
+"""Ends the name of the run that a comparison's base gets for its second visits."""
 
 
 def train(
@@ -102,7 +102,11 @@ def measure(trainer: Trainer, steps: int, after_step: AfterStep | None = None) -
 def timed(
     trainer: Trainer, steps: int, times: StepTimes, after_step: AfterStep | None = None
 ) -> Iterator[None]:
-    """Time a loop's body, which takes one optimizer step; at the loop's end it is in `times`."""
+    """A loop of `steps` passes whose body takes one optimizer step each. Their times are added to
+    `times` at the loop's end.
+
+    It is a generator, so that the body stays where it is read: in `Candidate.measure`.
+    """
     clock = StepClock(trainer.workload.device)
     trainer.batches.reset_wait()
     trainer.batches.reset_work()
@@ -116,9 +120,10 @@ def timed(
 
 
 def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
-    """Steps that aren't timed after a pause, or after the data was taken back: in the first one the
-    loader starts, and those behind it get batches that its workers made ready meanwhile. Of
-    `ranks` each takes its share of a step.
+    """Optimizer steps that must pass untimed after a pause, or after the data was taken back.
+
+    In the first one the loader starts. The next ones get batches that its workers made ready in the
+    meantime. ranks: the processes that share a step.
     """
     taken = max(1, recipe.accumulation // ranks)
     return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
@@ -127,8 +132,8 @@ def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
 class Benchmark:
     """Trainers side by side in one process, built once each and compared as often as one likes.
 
-    The frozen weights are held once. A recipe that fails drops out with its reason as the run's
-    status, its trainer is ended and its memory given back; the others go on. options: see
+    The frozen weights are held once. A recipe that fails drops out: the reason becomes its run's
+    status, its trainer ends and gives its memory back, and the others go on. options: see
     `Candidate`.
     """
 
@@ -228,8 +233,8 @@ class Benchmark:
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Keep why a recipe failed. Of several ranks the others are in the midst of the same step,
-        and wait for this one: there the error is raised.
+        """A context that keeps the reason why a recipe failed. With several ranks it raises the
+        error: the other ranks are in the same step, and wait for this one.
         """
         try:
             yield
@@ -240,8 +245,8 @@ class Benchmark:
             LOG.info('"%s" failed', name, exc_info=True)
 
     def _drop_if_failed(self, name: str) -> None:
-        """Give back the memory of what failed. It comes after the exception was handled, which
-        holds the frames, and these the tensors.
+        """End a recipe that failed, and give its memory back. This must come after the `except`
+        block: the exception holds the frames, and the frames hold tensors.
         """
         if name in self.failed:
             self._end(name)
@@ -249,7 +254,7 @@ class Benchmark:
             cuda.empty_cache()
 
     def _end(self, name: str) -> None:
-        """End a recipe's trainer. What fails in that is no news: its runs have their status."""
+        """End a recipe's trainer. An error in that is ignored: its runs have their status."""
         if candidate := self.candidates.pop(name, None):
             with suppress(Exception):
                 candidate.close()
@@ -313,8 +318,8 @@ class Candidate:
         self.timed_from = self.trainer.batches.taken
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
-        """This trainer's own peak, in GB: what others held `before` is taken off, the weights it
-        shares with them aren't. {} without a GPU.
+        """This trainer's own peak in GB: without the memory that others held `before`, but with the
+        weights that it shares with them. {} without a GPU.
         """
         if (peak := cuda.peak_memory()) is None:
             return {}
@@ -424,17 +429,17 @@ class Candidate:
 
 
 def own_peak(peak: float, before: float, built: float, held: float) -> float:
-    """A trainer's own part of a `peak`: so much was allocated `before` it was built, so much once
-    it was `built`, and its model's tensors take `held`. What of `held` is not new was there before:
-    weights that it shares with other trainers.
+    """A trainer's own part of a `peak`, in GB.
+
+    before, built: memory that was allocated before and after it was built. held: memory of its
+    model's tensors. The part of `held` that is not new was there before: weights that it shares
+    with other trainers.
     """
     return peak - before + max(0.0, held - (built - before))
 
 
 def graphs_so_far() -> int:
-    """Graphs compiled in this process, whoever asked for them: a library compiles without the
-    recipe.
-    """
+    """Graphs compiled in this process so far, also those that a library compiles by itself."""
     if "torch._dynamo" not in sys.modules:
         return 0
     from labutils.profiling.recompilation import graphs_compiled  # takes a second to import

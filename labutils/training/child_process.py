@@ -1,4 +1,4 @@
-"""Running something in another process: one protocol for all who do.
+"""Runs something in another process. Everybody who does so uses this protocol.
 
     with Child(["-m", "some.module"], order={"steps": 3}, limit_s=60) as child:
         result = child.receive()            # None: it ended without one, see child.failure()
@@ -99,7 +99,7 @@ class Child:
             return message
 
     def failure(self) -> str:
-        """How a child ended that didn't say what was asked of it, with its last line of errors."""
+        """How a child ended that gave no answer, with the last line of its errors."""
         code = self.process.wait()
         if self.timed_out:
             return f"the process did not end within {self.limit_s:.0f} s"

@@ -3,8 +3,8 @@ others.
 
 torchrun starts the processes, the *ranks*, and tells each its number; `torch.distributed` carries
 tensors between them (NCCL between GPUs, gloo between processes on a CPU); DistributedDataParallel
-and `fully_shard` decide when. What is left to say is here: which micro-batches are whose, whose
-random numbers, and what the losses' mean is.
+and `fully_shard` decide when. This module says which micro-batches each rank takes, with which
+random numbers, and how losses are averaged.
 
 The step is the recipe's, whoever computes it: of its `accumulation` micro-batches each of N ranks
 takes every N-th, with the random numbers that one process would draw for it. So losses and
@@ -223,7 +223,7 @@ def _shard(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -
     for unit in workload.units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     root = fully_shard(workload.called(model), mesh=mesh, mp_policy=policy)
-    # the whole weights, held for trainers to come, would fill what sharding saved
+    # The whole weights, held for later trainers, would fill the memory that sharding saved.
     workload.release_weights()
     return root
 

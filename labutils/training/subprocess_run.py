@@ -1,5 +1,5 @@
-"""A recipe tried in a process of its own: what it does to that process, a crash included, the
-caller only reads about.
+"""Tries a recipe in a process of its own. Whatever happens there, even a crash, the caller's process
+goes on.
 
     run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 """
