@@ -1,5 +1,4 @@
-"""Tries a recipe in a process of its own. Whatever happens there, even a crash, the caller's process
-goes on.
+"""Tries a recipe in a process of its own. Whatever happens there, even a crash, the caller goes on.
 
     run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 """
