@@ -263,11 +263,8 @@ def with_efficiency(run: Run, one: Run | None, prediction: ddp_model.PredictedSt
     if run.ok and one is not None:
         run.metrics["efficiency"] = ddp_model.efficiency(one, run)
         if prediction:
-            run.metrics |= {
-                "predicted_step_ms": prediction.step_ms,
-                "predicted_efficiency": prediction.efficiency,
-                "predicted_exposed_ms": prediction.exposed_ms,
-            }
+            names = ("step_ms", "efficiency", "exposed_ms")
+            run.metrics |= {f"predicted_{name}": getattr(prediction, name) for name in names}
     return run
 
 

@@ -260,15 +260,10 @@ def _run(task: Task, status: RankStatus) -> Run:
 
     hook = encoded_once(workload)
     with Trainer(workload, recipe, task.folder or None, task.resume, dataset=hook) as trainer:
-        begun_at, began = trainer.step_count, time.perf_counter()
+        run.metrics = {"resumed_at": trainer.step_count}
         trainer.run(task.steps, task.checkpoint_every, after_step)
         trainer.driver.log.flush()
-        run.metrics = {
-            "loss": trainer.losses,
-            "resumed_at": begun_at,
-            "ranks": trainer.ranks.count,
-            "seconds": time.perf_counter() - began,
-        }
+        run.metrics["loss"] = trainer.losses
     return run
 
 

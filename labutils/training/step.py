@@ -8,7 +8,7 @@ GraphStep        the eager step recorded once as a CUDA graph and replayed
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     loader: DataLoader
     folder: Path
-    ranks: Ranks = field(default_factory=Ranks)
-    shared: nn.Module | None = None
+    ranks: Ranks
+    shared: nn.Module | None
 
     @property
     def micro_steps(self) -> int:

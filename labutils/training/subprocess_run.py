@@ -1,6 +1,6 @@
 """Tries a recipe in a process of its own. Whatever happens there, even a crash, the caller goes on.
 
-    run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
+run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 """
 
 from __future__ import annotations
