@@ -186,12 +186,9 @@ class AccelerateStep:
     def close(self) -> None:
         try:
             self.log.close()
-        finally:
-            if self.context.ranks.alone:
-                self.accelerator.end_training()
-            else:  # end_training would end the process group, in which other trainers train
-                for tracker in self.accelerator.trackers:
-                    tracker.finish()
+        finally:  # not by end_training, which ends the process group: other trainers train in it
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
 
     def _write(self, values: dict[str, float], step: int) -> None:
         self.accelerator.log(values, step=step)
