@@ -29,7 +29,7 @@ from typing import Any
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
-from labutils.results.records import Run, read_records, runs_of
+from labutils.results.records import REPOSITORY, Run, read_records, runs_of
 from labutils.training.checkpoint import step_of
 from labutils.training.child_process import end_marked
 from labutils.training.distributed import share_of
@@ -105,8 +105,9 @@ def launch(
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         for rank in range(ranks):  # one that can't even start has a status, too
             RankStatus(rank, name, pid=0).write()
-        variables = rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name}
-        variables |= environment or {}
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        variables = rank_variables(ranks, device) | (environment or {})
+        variables |= {MARK: mark, "TMPDIR": name, "PYTHONPATH": path}
         runs: dict[str, Run] = {}
         with ThreadPoolExecutor(1) as pool:
             failures = pool.submit(_start, ranks, folder, variables)
