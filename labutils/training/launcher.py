@@ -232,8 +232,8 @@ def _told(
         elif code < 0 and code != -signal.SIGTERM:
             lines.append(f"Rank {status.rank} was killed by {signal.Signals(-code).name} {at}.")
         elif code > 0:
-            said = log[-1] if log else "nothing was printed"
-            lines.append(f"Rank {status.rank} ended with code {code} {at}: {said}")
+            said = [line for line in log if line.startswith(f"[rank {status.rank}]")]
+            lines.append(f"Rank {status.rank} ended with code {code} {at}. {''.join(said[-1:])}")
         elif status.state != "done":
             lines.append(f"Rank {status.rank} was {at}.")
     if step is not None:
