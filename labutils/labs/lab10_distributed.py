@@ -8,6 +8,7 @@ in the same time. Runs are told apart by their tags: workload, trained ("lora", 
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -65,14 +66,6 @@ CRASH_STEPS = 8
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A task of a launch, and the tags of its run."""
-
-    task: Task
-    tags: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Case:
     """One kind of training: its title, what begins its runs' names, what `open_workload` is told in
     the ranks, the recipe of one rank's share, and whether all its weights are trained."""
@@ -92,12 +85,18 @@ class Case:
         """The recipe of a step that `ranks` share, each taking `micro_steps` micro-batches."""
         return self.recipe.but(accumulation=ranks * micro_steps, **changes)
 
-    def planned(
-        self, what: str, recipe: Recipe, ranks: int, tags: Mapping[str, Any], **options: Any
-    ) -> Planned:
+    def task(
+        self,
+        what: str,
+        recipe: Recipe,
+        tags: Mapping[str, Any],
+        kind: str = "train",
+        **options: Any,
+    ) -> Task:
+        """A task whose run has this case's tags and `tags`."""
         name = f"{self.prefix} {what}".strip()
-        task = Task(options.pop("kind", "train"), name, self.opened, recipe.as_dict(), **options)
-        return Planned(task, self.tags | {"ranks": ranks} | dict(tags))
+        tags = self.tags | dict(tags)
+        return Task(kind, name, self.opened, recipe.as_dict(), tags=tags, **options)
 
     def run(self, runs: Iterable[Run], strategy: str, **tags: Any) -> Run | None:
         """The run of this case that has these tags and no others, if it went well."""
@@ -128,25 +127,23 @@ def cases(lab: Any) -> list[Case]:
 # --------------------------------------------------------------------------------- what is launched
 
 
-def plan_alone(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) -> list[Planned]:
+def plan_alone(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
     """The link, and each case on one process: rank 0 by itself, while the others wait.
 
     Behind the first case comes its whole global batch, of which the losses are wanted.
     """
     sizes = SIZES[::3] if tiny else SIZES
-    plan = [Planned(Task("all-reduce", "all-reduce", sizes=sizes), {"experiment": "all-reduce"})]
-    tags = {"strategy": "one process"}
+    link = Task("all-reduce", "all-reduce", sizes=sizes, tags={"experiment": "all-reduce"})
+    tags = {"strategy": "one process", "ranks": 1}
     options = {"steps": steps, "warmup": 1 if tiny else 2, "alone": True, "arrivals": True}
-    for case in chosen:
-        plan.append(case.planned("one process", case.recipe, 1, tags, **options))
-    first = chosen[0]
-    whole = {"kind": "run", "steps": CRASH_STEPS, "alone": True}
-    same, recipe = tags | {"same_batch": True}, first.for_ranks(ranks)
-    plan.insert(2, first.planned("one process, same batch", recipe, 1, same, **whole))
-    return plan
+    shares = [case.task("one process", case.recipe, tags, **options) for case in chosen]
+    same, whole = tags | {"same_batch": True}, chosen[0].for_ranks(ranks)
+    options = {"kind": "run", "steps": CRASH_STEPS, "alone": True}
+    shares.insert(1, chosen[0].task("one process, same batch", whole, same, **options))
+    return [link, *shares]
 
 
-def plan_together(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) -> list[Planned]:
+def plan_together(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:
     """What all ranks do: DDP of all cases and what can be changed about it, then FSDP.
 
     At tiny, where starting takes longer than all steps, only the larger gradients are varied.
@@ -154,78 +151,73 @@ def plan_together(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) ->
     timed = {"steps": steps, "warmup": 1 if tiny else 2}
     traced = timed | {"traced": TRACED}
     fewer = timed | {"steps": max(4, steps // 2)}  # each is several times as long
+    ddp, fsdp = {"strategy": "ddp", "ranks": ranks}, {"strategy": "fsdp", "ranks": ranks}
     plan, sharded = [], []
     for case in chosen:
-        sd = case.opened["name"] == "sd15-lora"
-
-        def ddp(suffix: str, recipe: Recipe, options: Mapping, case: Case = case, **tags: Any):
-            own = {"strategy": "ddp"} | tags
-            plan.append(case.planned(f"ddp {ranks}{suffix}", recipe, ranks, own, **options))
-
-        shared = case.for_ranks(ranks)
-        ddp("", shared, traced)
-        if sd and (case.trained == "full" or not tiny):
-            several = case.for_ranks(ranks, 2 if tiny else ACCUMULATED)
-            ddp(" bucket 1MB", shared.but(bucket_cap_mb=1), timed, bucket_mb=1)
-            ddp(" no_sync", several, fewer, sync="no_sync")
-            ddp(" sync each", several.but(synchronise="each"), fewer, sync="sync each")
-        if sd and case.trained == "full" and not tiny:
+        sd, whole = case.opened["name"] == "sd15-lora", case.trained == "full"
+        shared, several = case.for_ranks(ranks), case.for_ranks(ranks, 2 if tiny else ACCUMULATED)
+        changes = [("", shared, {}, traced)]
+        if sd and (whole or not tiny):
+            changes += [
+                (" bucket 1MB", shared.but(bucket_cap_mb=1), {"bucket_mb": 1}, timed),
+                (" no_sync", several, {"sync": "no_sync"}, fewer),
+                (" sync each", several.but(synchronise="each"), {"sync": "sync each"}, fewer),
+            ]
+        if sd and whole and not tiny:
             view = shared.but(gradient_as_bucket_view=True)
-            ddp(" bucket view", view, timed, bucket_view=True)
-        if not sd and case.trained == "lora" and not tiny:
-            ddp(" as they come", shared.but(shapes="as-they-come"), traced, rows="as they come")
+            changes.append((" bucket view", view, {"bucket_view": True}, timed))
+        if not sd and not whole and not tiny:
+            uneven = shared.but(shapes="as-they-come")
+            changes.append((" as they come", uneven, {"rows": "as they come"}, traced))
+        for suffix, recipe, tags, options in changes:
+            plan.append(case.task(f"ddp {ranks}{suffix}", recipe, ddp | tags, **options))
         if sd or not tiny:
-            recipe, tags = shared.but(parallel="fsdp"), {"strategy": "fsdp"}
-            sharded.append(case.planned(f"fsdp {ranks}", recipe, ranks, tags, **traced))
+            sharded.append(case.task(f"fsdp {ranks}", shared.but(parallel="fsdp"), fsdp, **traced))
     return plan + sharded
 
 
 TASK_S = 40.0
 """How long one of many tasks may take on average."""
-DOWNLOADING = {"timeout_s": 7200.0, "patience_s": 3600.0}
-"""How long a launch may take, and ranks wait, where checkpoints may have to be downloaded."""
+DOWNLOADING_S = 7200.0
+"""How long a launch may take where checkpoints may have to be downloaded."""
 
 
 def measured(
     lab: Any,
-    plan: Sequence[Planned],
+    tasks: Sequence[Task],
     ranks: int,
     device: str,
     into: list[Run],
     judge: Callable[[Run], Run] = lambda run: run,
 ) -> None:
-    """Add the runs of a plan, each as `judge` has it, to `into`.
+    """Add the runs of `tasks`, each as `judge` has it, to `into`.
 
     They are as an interrupted lab left them, or launched now; each is kept as soon as it is there.
-    A task that a rank fails in is on record with why, and another launch does those behind it.
-    Raises for the first one once all is done, or two launches in a row brought nothing.
+    A task that a rank fails in is on record with the reason, and another launch does those behind
+    it, unless the first one brought nothing. Raises for the first failure once all is done.
     """
-    tags = {planned.task.name: planned.tags for planned in plan}
-    tasks = [planned.task for planned in plan]
     recipes = {task.name: Recipe(**task.recipe) if task.recipe else None for task in tasks}
     taken = lab.take_left(recipes)
     into += taken.values()
-    options = {"timeout_s": max(TIMEOUT_S, TASK_S * len(tasks))}
+    timeout_s = max(TIMEOUT_S, TASK_S * len(tasks))
     if "hub" in (lab.weights, lab.data):
-        options = DOWNLOADING
+        timeout_s = DOWNLOADING_S
 
     def keep(run: Run) -> None:
-        run.tags = tags[run.run]
         into.append(judge(run))
         lab.keep(run, lane="same work")
 
     ended: list[Ended] = []
     left = [task for task in tasks if task.name not in taken]
-    while left and (len(ended) < 2 or ended[-1].runs or ended[-2].runs):
-        ended.append(launch(left, ranks, device, each=keep, **options))
+    while left:
+        ended.append(launch(left, ranks, device, timeout_s, each=keep))
         left = [task for task in left if task.name not in ended[-1].runs]
-        if ended[-1].ok:
-            break
-        if left:
-            failed = left.pop(0)  # they are done one after the other
+        if left:  # they are done one after the other
+            failed = left.pop(0)
             status = error_of(ended[-1])
-            own = {"recipe": failed.recipe, "tags": tags[failed.name]}
-            lab.keep(Run("10", failed.name, status=status, **own))
+            lab.keep(Run("10", failed.name, status=status, recipe=failed.recipe, tags=failed.tags))
+        if not ended[-1].runs:
+            break
     for one in ended:
         one.or_raise()
 
@@ -271,11 +263,8 @@ def with_efficiency(run: Run, one: Run | None, prediction: ddp_model.PredictedSt
     if run.ok and one is not None:
         run.metrics["efficiency"] = ddp_model.efficiency(one, run)
         if prediction:
-            run.metrics |= {
-                "predicted_step_ms": prediction.step_ms,
-                "predicted_efficiency": prediction.efficiency,
-                "predicted_exposed_ms": prediction.exposed_ms,
-            }
+            names = ("step_ms", "efficiency", "exposed_ms")
+            run.metrics |= {f"predicted_{name}": getattr(prediction, name) for name in names}
     return run
 
 
@@ -294,10 +283,8 @@ def comparisons(runs: Iterable[Run]) -> pd.DataFrame:
     known = Runs(runs)
     rows = []
     for title, (before_tags, after_tags) in PAIRS.items():
-        for plain in known.select(experiment="training", strategy="ddp", **_plain()):
-            base = {key: plain.tags[key] for key in ("experiment", "workload", "trained", "ranks")}
-            own = base | {"strategy": "ddp"}
-            before, after = (known.one(**own | tags) for tags in (before_tags, after_tags))
+        for plain in known.select(experiment="training", strategy="ddp", **PLAIN):
+            before, after = (known.one(**plain.tags | tags) for tags in (before_tags, after_tags))
             if before is None or after is None:
                 continue
             # As the medians beside it: all steps, whatever they took in.
@@ -318,9 +305,8 @@ def comparisons(runs: Iterable[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _plain() -> dict[str, bool]:
-    """Tags that a plain DDP run doesn't have."""
-    return dict.fromkeys(("sync", "bucket_mb", "bucket_view", "rows"), False)
+PLAIN = {"sync": False, "bucket_mb": False, "bucket_view": False, "rows": False}
+"""Tags that a plain DDP run doesn't have."""
 
 
 def beside_others(runs: Iterable[Run]) -> pd.DataFrame:
@@ -376,62 +362,50 @@ def topology() -> Run:
     """
     if gpu_count() < 2:
         raise Unavailable("a connection takes two GPUs, and this machine shows fewer")
-    options = {"capture_output": True, "encoding": "utf-8", "errors": "replace"}
-    try:
-        shown = subprocess.run(["nvidia-smi", "topo", "-m"], timeout=60, check=True, **options)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise Unavailable(
-            "nvidia-smi topo -m, which comes with NVIDIA's driver, can't be had here "
-            f"({type(error).__name__})"
-        ) from error
-    pairs = read_topology(shown.stdout).items()
-    named = {f"GPU {one} and GPU {other}": link for (one, other), link in pairs}
+    if not shutil.which("nvidia-smi"):
+        raise Unavailable("nvidia-smi, which comes with NVIDIA's driver, is not installed here")
+    command = ["nvidia-smi", "topo", "-m"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    named = {f"GPU {a} and GPU {b}": link for (a, b), link in read_topology(shown).items()}
     metrics = {"connections": len(named), "named": named}
     return Run("10", "topology", metrics=metrics, tags={"experiment": "topology"})
 
 
 # ------------------------------------------------------------------------------------ a rank dies
 
-CRASHES = ("rank killed", "rank raises", "resumed on fewer ranks")
-
 
 def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
     """Rank 1 is killed after five steps; all go on, and it raises after seven; as many as can share
-    the batch without it go on to the end. All from the same checkpoints, one every second step."""
+    the batch without it go on to the end. All from the same checkpoints, one every second step.
+
+    Metrics of the first two: `failed`, `first_rank`, `left_behind` (processes and files that had to
+    be cleared away), `checkpoint_step` and `message`.
+    """
+    recipe = case.for_ranks(ranks).as_dict()  # the global batch, however many train
+    runs = {}
     with tempfile.TemporaryDirectory(prefix="checkpoints-", ignore_cleanup_errors=True) as folder:
-
-        def crash(on: int, **options: Any) -> Ended:
-            options |= {"steps": CRASH_STEPS, "folder": folder, "checkpoint_every": 2}
-            recipe = case.for_ranks(ranks).as_dict()  # the global batch, however many train
-            task = Task("run", "crash", case.opened, recipe, **options)
-            return launch([task], on, device, timeout_s=240, patience_s=60)
-
-        killed = crash(ranks, fail="kill", fails=(1, 5))
-        raised = crash(ranks, fail="raise", fails=(1, 7), resume=True)
-        resumed = crash(fewer_than(ranks), resume=True)
-    last = resumed.runs.get("crash") or crash_run(resumed)
-    if not resumed.ok:
-        last.status = error_of(resumed)
-    runs = dict(zip(CRASHES, (crash_run(killed), crash_run(raised), last), strict=True))
-    for event, run in runs.items():  # where the folder was is this machine's business
-        run.run, run.tags = event, {"experiment": "crash", "event": event}
-        run.status = run.status.replace(folder, Path(folder).name)
-        if "message" in run.metrics:
-            run.metrics["message"] = run.metrics["message"].replace(folder, Path(folder).name)
+        always = {"steps": CRASH_STEPS, "folder": folder, "checkpoint_every": 2}
+        for event, on, options in (
+            ("rank killed", ranks, {"fail": "kill", "fails": (1, 5)}),
+            ("rank raises", ranks, {"fail": "raise", "fails": (1, 7), "resume": True}),
+            ("resumed on fewer ranks", fewer_than(ranks), {"resume": True}),
+        ):
+            task = Task("run", "crash", case.opened, recipe, **always | options)
+            ended = launch([task], on, device, timeout_s=240)
+            # Where the folder was is this machine's business.
+            message = ended.message.replace(folder, Path(folder).name)
+            runs[event] = ended.runs.get("crash") or Run("10", event)
+            runs[event].run = event
+            runs[event].tags = {"experiment": "crash", "event": event}
+            if message and not task.fail:
+                runs[event].status = f"error: {' '.join(message.split())}"
+            if task.fail:
+                metrics = {"failed": int(not ended.ok), "left_behind": len(ended.left)}
+                metrics |= {"first_rank": ended.first[0]} if ended.first else {}
+                if ended.checkpoint_step is not None:
+                    metrics["checkpoint_step"] = ended.checkpoint_step
+                runs[event].metrics = metrics | {"message": message}
     return runs
-
-
-def crash_run(ended: Ended) -> Run:
-    """What became of a launch that was to fail: `failed`, `first_rank`, `first_exit_code`,
-    `left_behind` (processes and files that had to be cleared away), `checkpoint_step`, `seconds`,
-    and `message`."""
-    metrics: dict[str, Any] = {"failed": int(not ended.ok), "seconds": ended.seconds}
-    metrics["left_behind"] = len(ended.left)
-    if ended.first:
-        metrics |= dict(zip(("first_rank", "first_exit_code"), ended.first, strict=True))
-    if ended.checkpoint_step is not None:
-        metrics["checkpoint_step"] = ended.checkpoint_step
-    return Run("10", "", metrics=metrics | {"message": ended.message})
 
 
 def fewer_than(ranks: int) -> int:
@@ -466,13 +440,14 @@ def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
     `metrics` holds what it says of its ways as well. turn: see `Task`.
     """
     task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES, turn=turn)
-    ended = launch([task], ranks, "cuda", 150, 90, SAY_ALL | dict(settings))
+    ended = launch([task], ranks, "cuda", 150, SAY_ALL | dict(settings))
     run = ended.runs.get("all-reduce") or Run("10", "", status=error_of(ended))
     words = " ".join(f"{variable}={value}" for variable, value in settings.items())
     run.run, run.tags = f"nccl {words}", {"experiment": "nccl", "settings": words}
     said = read_nccl_log(ended.log)
     run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}
-    run.metrics |= {"transport": ", ".join(said["transports"])} if "transports" in said else {}
+    if "transports" in said:
+        run.metrics["transport"] = ", ".join(said["transports"])
     if "chosen" in said:
         run.metrics["chosen"] = said["chosen"].get(max(TRIED_SIZES), "")
     return run

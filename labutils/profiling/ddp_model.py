@@ -6,7 +6,7 @@ step(N) = what one process computes for its share + the part of communication th
 DistributedDataParallel sends gradients in buckets, each as soon as it is full, while the backward
 pass goes on computing earlier layers' gradients. One bucket goes after the other. What is still on
 its way after the last gradient is *exposed*. When each gradient is there is measured on one process
-(`training.gradient_timing`). How long a bucket takes is measured between GPUs that have nothing
+(`training.launch_worker`). How long a bucket takes is measured between GPUs that have nothing
 else to do (`collectives`). Nothing of the predicted step itself goes into it.
 
 Left out: that sending takes part of the GPU from computing, and that ranks wait for the slowest.

@@ -91,7 +91,8 @@ class Run:
     numbers, `samples` the raw series behind them. Units are in the names: `_ms`, `_s`, `_gb` (10^9
     bytes), `_per_s`; ratios (`gpu_busy`, `mfu`) lie in 0..1. `status` is "ok", "oom", "skipped:
     why" or "error: what". `made_of`: a digest of the code and the parameters behind it.
-    `notebook`: the file that it came from.
+    `notebook`: the file that it came from. `comparison`: an id that runs of one interleaved
+    comparison share: the n-th rounds of two comparisons were measured at different times.
     """
 
     lab: str
@@ -111,6 +112,7 @@ class Run:
     at: str = ""
     made_of: str = ""
     notebook: str = ""
+    comparison: str = ""
     tags: dict[str, Tag] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

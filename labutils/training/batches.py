@@ -17,20 +17,17 @@ from labutils.workloads.base import Batch, Work
 Weigh = Callable[[Batch], Work | None]
 
 
-def _alike(batch: Batch) -> None:
-    """All batches take the same."""
-
-
 class Batches:
     """Epoch after epoch of `loader`, in the order of its `sampler`, which offers `go_to(epoch,
     start)`.
 
-    `taken` counts the micro-batches handed out, by all ranks together, which with the seed is all
-    there is to the data's state; of `ranks` ranks this one gets those that one process would take
-    `rank`-th, and every so manieth from there. So an optimizer step has the same micro-batches,
-    whoever computes them. `reset_wait()` gives the host's wait for them since it was last asked,
-    `reset_work()` what they took by `weigh`'s account, or None where all take the same. The loader
-    drops a last micro-batch that would be short, as every optimizer step is to have the same work.
+    `taken` counts the micro-batches that all ranks together were given. With the seed it is the
+    data's whole state. Rank r of n gets micro-batches r, r + n, r + 2n and so on of those that one
+    process would take, so an optimizer step has the same micro-batches, whoever computes them.
+
+    `reset_wait()` gives the host's wait for them since the last call, `reset_work()` the work in
+    them by `weigh`, or None where all have the same. The loader drops a last micro-batch that would
+    be short: every optimizer step has the same work.
     """
 
     def __init__(
@@ -39,7 +36,7 @@ class Batches:
         micro_batch: int,
         sampler: object,
         taken: int = 0,
-        weigh: Weigh = _alike,
+        weigh: Weigh = lambda batch: None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:

@@ -1,5 +1,5 @@
-"""Measuring recipes: one alone, or several interleaved in one process, so that what drifts drifts
-for all of them.
+"""Measures recipes: one alone, or several interleaved in one process. So a machine that becomes
+slower becomes slower for all of them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 import operator
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -53,7 +54,7 @@ TRIES = 3
 REFILL_S = 0.3
 """Pause after a recipe with workers: they read ahead, and would do so in the next one's steps."""
 AGAIN = " again"
-"""What the second visit of a comparison's base has behind the base's name."""
+"""Ends the name of the run that a comparison's base gets for its second visits."""
 
 
 def train(
@@ -102,7 +103,11 @@ def measure(trainer: Trainer, steps: int, after_step: AfterStep | None = None) -
 def timed(
     trainer: Trainer, steps: int, times: StepTimes, after_step: AfterStep | None = None
 ) -> Iterator[None]:
-    """Time a loop's body, which takes one optimizer step; at the loop's end it is in `times`."""
+    """A loop of `steps` passes whose body takes one optimizer step each. Their times are added to
+    `times` at the loop's end.
+
+    It is a generator, so that the body stays where it is read: in `Candidate.measure`.
+    """
     clock = StepClock(trainer.workload.device)
     trainer.batches.reset_wait()
     trainer.batches.reset_work()
@@ -116,9 +121,10 @@ def timed(
 
 
 def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
-    """Steps that aren't timed after a pause, or after the data was taken back: in the first one the
-    loader starts, and those behind it get batches that its workers made ready meanwhile. Of
-    `ranks` each takes its share of a step.
+    """Optimizer steps that must pass untimed after a pause, or after the data was taken back.
+
+    In the first one the loader starts. The next ones get batches that its workers made ready in the
+    meantime. ranks: the processes that share a step.
     """
     taken = max(1, recipe.accumulation // ranks)
     return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
@@ -127,8 +133,8 @@ def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
 class Benchmark:
     """Trainers side by side in one process, built once each and compared as often as one likes.
 
-    The frozen weights are held once. A recipe that fails drops out with its reason as the run's
-    status, its trainer is ended and its memory given back; the others go on. options: see
+    The frozen weights are held once. A recipe that fails drops out: the reason becomes its run's
+    status, its trainer ends and gives its memory back, and the others go on. options: see
     `Candidate`.
     """
 
@@ -139,7 +145,6 @@ class Benchmark:
         self.candidates: dict[str, Candidate] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
-        self.stack = ExitStack()
         probe_machine()  # now, while nothing else is on the device
 
     def compare(
@@ -162,23 +167,30 @@ class Benchmark:
         if len(recipes) > 1:
             base = next(iter(recipes))
             visits[base + AGAIN] = base
-        times = {name: StepTimes() for name in visits}
+        times = {run: StepTimes() for run in visits}
         able = [name for name in recipes if name in self.candidates]
         lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
+        counts = {n: max(steps, math.ceil(ROUND_MS / self.candidates[n].step_ms)) for n in able}
+        if self.same_batches:  # the same ones for each candidate
+            counts = dict.fromkeys(counts, max(counts.values(), default=steps))
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
-            counts = self._steps_of_a_round(recipes, steps)
             for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
-                if name in self.failed:
-                    continue
+                if name in self.candidates:
+                    with self._noting(name):
+                        block = self.candidates[name].measure(counts[name], lead_in)
+                        times[run].extend(block, turn)
+                    self._drop_if_failed(name)
+        runs, comparison = {}, uuid.uuid4().hex[:12]
+        for run_name, name in visits.items():
+            run = runs[run_name] = empty_run(self.workload, self.known[name], run_name)
+            run.comparison, run.tags = comparison, dict((tags or {}).get(name, {}))
+            if run_name != name:
+                run.tags["again"] = True
+            if name in self.candidates:
                 with self._noting(name):
-                    block = self.candidates[name].measure(counts[name], lead_in)
-                    times[run].extend(block, turn)
+                    self.candidates[name].report(run, times[run_name])
                 self._drop_if_failed(name)
-        runs = {run: self._report(run, name, times[run]) for run, name in visits.items()}
-        for run, name in visits.items():
-            runs[run].tags = dict((tags or {}).get(name, {}))
-            if run != name:
-                runs[run].tags["again"] = True
+            run.status = self.failed.get(name, "ok")
         return runs
 
     def prepare(self, recipes: Mapping[str, Recipe]) -> None:
@@ -197,15 +209,14 @@ class Benchmark:
             self.known[name] = fitted[name]
             with self._noting(name):
                 self.candidates[name] = Candidate(self.workload, recipes[name], **self.options)
-                self.stack.callback(self._end, name)
             self._drop_if_failed(name)
         gc.collect()  # so that the collector hardly comes by itself while steps are timed
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of
-        a run.
+        a run. Raises `KeyError` where there is no such recipe, or it failed.
         """
-        candidate = self._working(name)
+        candidate = self.candidates[name]
         candidate.settle()
         with Utilization() as utilization:
             measure(candidate.trainer, max(steps, math.ceil(WATCH_MS / candidate.step_ms)))
@@ -217,41 +228,14 @@ class Benchmark:
         It settles inside the profiler, which takes a while to start: workers would make batches
         ready meanwhile.
         """
-        candidate = self._working(name)
+        candidate = self.candidates[name]
         wait = candidate.steps_to_settle
         return profile(candidate.trainer, steps, folder, with_stack=False, wait=wait)
 
-    def _working(self, name: str) -> Candidate:
-        """The candidate of that name. Raises `RuntimeError` where it failed or isn't there."""
-        if name in self.failed:
-            raise RuntimeError(f'"{name}" failed ({self.failed[name]}).')
-        if name not in self.candidates:
-            raise RuntimeError(f'"{name}" is not in this benchmark. Prepare it with compare().')
-        return self.candidates[name]
-
-    def _steps_of_a_round(self, recipes: Mapping[str, Recipe], steps: int) -> dict[str, int]:
-        """Name -> optimizer steps of a round: `steps`, or more where they are short. (With workers
-        the warm-up's may be shorter than those to come: then a round is longer than need be.)
-        """
-        able = [name for name in recipes if name in self.candidates]
-        counts = {n: max(steps, math.ceil(ROUND_MS / self.candidates[n].step_ms)) for n in able}
-        if self.same_batches:  # the same ones in each round
-            return dict.fromkeys(able, max(counts.values(), default=steps))
-        return counts
-
-    def _report(self, run_name: str, name: str, times: StepTimes) -> Run:
-        run = empty_run(self.workload, self.known[name], run_name)
-        if name not in self.failed:
-            with self._noting(name):
-                self.candidates[name].report(run, times)
-            self._drop_if_failed(name)
-        run.status = self.failed.get(name, "ok")
-        return run
-
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """Keep why a recipe failed. Of several ranks the others are in the midst of the same step,
-        and wait for this one: there the error is raised.
+        """A context that keeps the reason why a recipe failed. With several ranks it raises the
+        error: the other ranks are in the same step, and wait for this one.
         """
         try:
             yield
@@ -262,8 +246,8 @@ class Benchmark:
             LOG.info('"%s" failed', name, exc_info=True)
 
     def _drop_if_failed(self, name: str) -> None:
-        """Give back the memory of what failed. It comes after the exception was handled, which
-        holds the frames, and these the tensors.
+        """End a recipe that failed, and give its memory back. This must come after the `except`
+        block: the exception holds the frames, and the frames hold tensors.
         """
         if name in self.failed:
             self._end(name)
@@ -271,14 +255,15 @@ class Benchmark:
             cuda.empty_cache()
 
     def _end(self, name: str) -> None:
-        """End a recipe's trainer. What fails in that is no news: its runs have their status."""
+        """End a recipe's trainer. An error in that is ignored: its runs have their status."""
         if candidate := self.candidates.pop(name, None):
             with suppress(Exception):
                 candidate.close()
 
     def close(self) -> None:
         """End all trainers."""
-        self.stack.close()
+        for name in list(self.candidates):
+            self._end(name)
 
     def __enter__(self) -> Benchmark:
         return self
@@ -307,7 +292,6 @@ class Candidate:
         meet: Meet | None = None,
         **hooks: Unpack[Hooks],
     ) -> None:
-        self.unsettled_rounds = 0
         self.after_step = after_step
         self.same_batches = same_batches
         gc.collect()  # what earlier trainers left in cycles would be counted as held by others
@@ -315,8 +299,9 @@ class Candidate:
         self.trainer = Trainer(workload, recipe, **hooks)
         built = cuda.allocated_memory()
         cuda.reset_peak_memory()  # from here on it is training's, and not building's
+        self.steps_to_drain = steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
         try:
-            self.first_step_s = self._first_step()
+            self.first_step_s = measure(self.trainer, 1, after_step).step_ms[0] / 1e3
             if meet is not None:
                 meet(self.trainer)
                 cuda.empty_cache()
@@ -333,21 +318,11 @@ class Candidate:
         self.memory = self._peak_memory(before, built)
         self.timed_from = self.trainer.batches.taken
 
-    def _first_step(self) -> float:
-        began = time.perf_counter()
-        self.trainer.step()
-        cuda.synchronize()
-        seconds = time.perf_counter() - began
-        if self.after_step is not None:
-            self.after_step(self.trainer)
-        return seconds
-
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
-        """This trainer's own peak, in GB: what others held `before` is taken off, the weights it
-        shares with them aren't. {} without a GPU.
+        """This trainer's own peak in GB: without the memory that others held `before`, but with the
+        weights that it shares with them. {} without a GPU.
         """
-        peak = cuda.peak_memory()
-        if peak is None or before is None or built is None:
+        if (peak := cuda.peak_memory()) is None:
             return {}
         model = self.trainer.model
         held = sum(map(bytes_here, [*model.parameters(), *model.buffers()])) / 1e9
@@ -359,21 +334,12 @@ class Candidate:
         """Steps until the batches that workers made ready are used up and the GPU's clock has risen
         again; 0 where nothing is ready and a step is so long that the clock's rise is lost in it.
         """
-        if not self.ready_batches and self.step_ms > LONG_MS:
+        if not self.trainer.recipe.num_workers and self.step_ms > LONG_MS:
             return 0
         return max(self.steps_to_drain, math.ceil(SETTLE_MS / self.step_ms))
 
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle, self.after_step)
-
-    @property
-    def steps_to_drain(self) -> int:
-        return steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
-
-    @property
-    def ready_batches(self) -> int:
-        """Batches that the workers hold ready while nobody takes any."""
-        return self.trainer.recipe.num_workers * self.trainer.recipe.prefetch_factor
 
     def measure(self, steps: int, lead_in: int = 1) -> StepTimes:
         """A round of `steps` timed steps, settled before; with the same batches each time, rewound
@@ -381,7 +347,7 @@ class Candidate:
 
         It is taken once more where something was compiled in it: the second of two sizes may first
         come up here, and would be on record as a step of a minute. A recipe that never stops
-        compiling shows that in its times, and by its metric `unsettled_rounds`.
+        compiling shows that in its times.
         """
         if not self.same_batches:
             self.settle()
@@ -393,21 +359,14 @@ class Candidate:
                 self.trainer.step()
             if not self.trainer.ranks.most(graphs_so_far() - graphs):
                 break
-        else:
-            self.unsettled_rounds += 1
-        time.sleep(REFILL_S if self.ready_batches else 0)
+        time.sleep(REFILL_S if self.trainer.recipe.num_workers else 0)
         return times
 
     def rewind(self, lead_in: int) -> None:
         """Take the data back to where the first round began, and `lead_in` steps on from there: as
-        many as the `steps_to_drain` of whichever recipe takes most, so that all are timed on the
-        same batches. Raises `ValueError` where they are too few for this recipe's workers.
+        many as the `steps_to_drain` of the recipe that takes most, so that all are timed on the
+        same batches.
         """
-        if lead_in < self.steps_to_drain:
-            raise ValueError(
-                f"lead_in={lead_in}: this recipe's workers make batches for {self.steps_to_drain} "
-                "steps ready meanwhile, which would be timed as if data cost nothing."
-            )
         self.trainer.rewind_data(self.timed_from)
         measure(self.trainer, lead_in, self.after_step)
 
@@ -430,27 +389,28 @@ class Candidate:
         """
         trainer, recipe = self.trainer, self.trainer.recipe
         trainer.driver.log.flush()
-        step_ms = summarise(times.step_ms)
         run.samples = {
             name: [round(sample, 4) for sample in getattr(times, name)]
             for name in ("step_ms", "data_ms", "wall_ms", "round")
         }
+        rates = [1e3 * recipe.examples_per_step / ms for ms in times.step_ms]
         run.metrics = {
-            "step_ms": step_ms,
+            "step_ms": summarise(times.step_ms),
             "wall_ms": summarise(times.wall_ms),
             "data_ms": summarise(times.data_ms),
             "first_step_s": self.first_step_s,
             "build_s": trainer.build_s,
-            "examples_per_s": recipe.examples_per_step / step_ms["median"] * 1e3,
+            "examples_per_s": summarise(rates),
             "loss": trainer.losses,
         }
         run.metrics |= {} if trainer.encode_s is None else {"encode_s": trainer.encode_s}
-        run.metrics |= {"unsettled_rounds": self.unsettled_rounds} if self.unsettled_rounds else {}
         run.metrics |= self.memory | ({} if trainer.ranks.alone else {"ranks": trainer.ranks.count})
         if times.work:
             run.samples["tokens"] = [work.tokens for work in times.work]
             run.samples["useful_tokens"] = [work.useful_tokens for work in times.work]
             run.metrics |= self._rates(times)
+        else:
+            run.samples["examples_per_s"] = [round(rate, 4) for rate in rates]
 
     def _rates(self, times: StepTimes) -> dict[str, float]:
         """Rates of steps that differ in what they take in: all of it, on all ranks, over all their
@@ -470,17 +430,17 @@ class Candidate:
 
 
 def own_peak(peak: float, before: float, built: float, held: float) -> float:
-    """A trainer's own part of a `peak`: so much was allocated `before` it was built, so much once
-    it was `built`, and its model's tensors take `held`. What of `held` is not new was there before:
-    weights that it shares with other trainers.
+    """A trainer's own part of a `peak`, in GB.
+
+    before, built: memory that was allocated before and after it was built. held: memory of its
+    model's tensors. The part of `held` that is not new was there before: weights that it shares
+    with other trainers.
     """
     return peak - before + max(0.0, held - (built - before))
 
 
 def graphs_so_far() -> int:
-    """Graphs compiled in this process, whoever asked for them: a library compiles without the
-    recipe.
-    """
+    """Graphs compiled in this process so far, also those that a library compiles by itself."""
     if "torch._dynamo" not in sys.modules:
         return 0
     from labutils.profiling.recompilation import graphs_compiled  # takes a second to import

@@ -1,4 +1,4 @@
-"""Running something in another process: one protocol for all who do.
+"""Runs something in another process. Everybody who does so uses this protocol.
 
     with Child(["-m", "some.module"], order={"steps": 3}, limit_s=60) as child:
         result = child.receive()            # None: it ended without one, see child.failure()
@@ -83,30 +83,23 @@ class Child:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
-    def receive(self, timeout_s: float | None = None) -> Any:
-        """The child's next message; None where it ended without one. Raises `TimeoutError` where
-        there is none within `timeout_s` (None: the child's own limit, which ends it).
-        """
-        until = time.monotonic() + (self.limit_s + 1 if timeout_s is None else timeout_s)
+    def receive(self) -> Any:
+        """The child's next message; None where it ended without one."""
         while True:
-            # What the child started may outlive it and hold its output open: asked by its end, too.
+            # What the child started may outlive it and hold its output open: so ask for its end.
             ended = self.process.poll() is not None
             try:
-                message = self._messages.get(timeout=min(POLL_S, max(0, until - time.monotonic())))
+                message = self._messages.get(timeout=POLL_S)
             except queue.Empty:
                 if ended:
                     return None
-                if self.timed_out and timeout_s is None:
-                    self.process.wait()  # killed, but a large CUDA context takes a while to go
-                elif time.monotonic() >= until:
-                    raise TimeoutError from None
                 continue
             if message is None:
-                self._messages.put(None)  # for whoever asks again
+                self._messages.put(None)  # for the next call
             return message
 
     def failure(self) -> str:
-        """How a child ended that didn't say what was asked of it, with its last line of errors."""
+        """How a child ended that gave no answer, with the last line of its errors."""
         code = self.process.wait()
         if self.timed_out:
             return f"the process did not end within {self.limit_s:.0f} s"
@@ -120,12 +113,13 @@ class Child:
         return os.pread(self._errors.fileno(), size, 0).decode(errors="replace")
 
     def _read(self) -> None:
-        for line in self.process.stdout:
-            before, mark, message = line.partition(MESSAGE)
-            self.printed += before
-            if mark:
-                with contextlib.suppress(json.JSONDecodeError):  # it died within the line
-                    self._messages.put(json.loads(message))
+        with self.process.stdout as output:
+            for line in output:
+                before, mark, message = line.partition(MESSAGE)
+                self.printed += before
+                if mark:
+                    with contextlib.suppress(json.JSONDecodeError):  # it died within the line
+                        self._messages.put(json.loads(message))
         self._messages.put(None)
 
     def _kill_late(self) -> None:
@@ -139,12 +133,9 @@ class Child:
         self._timer.cancel()
         end_group(self.process)
         self._reader.join(POLL_S)
-        pipes = [self.process.stdin, self._errors]
-        # Where an orphan holds the output open, the reader reads on, and closing would wait for it.
-        pipes += [] if self._reader.is_alive() else [self.process.stdout]
-        for pipe in pipes:
-            with contextlib.suppress(OSError):
-                pipe.close()
+        self._errors.close()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
 
 
 def order() -> Any:
@@ -167,11 +158,8 @@ GONE_WITHIN_S = 5.0
 
 def end_group(process: subprocess.Popen) -> None:
     """End a process that was started in a session of its own, with all that it has started there,
-    and return when all are gone. (Where there are no groups of processes, itself alone.)"""
-    if not hasattr(os, "killpg"):
-        process.kill()
-        process.wait()
-        return
+    and return when all are gone.
+    """
     end = time.monotonic() + GONE_WITHIN_S
     with contextlib.suppress(OSError):  # there is no such group any more
         os.killpg(process.pid, signal.SIGKILL)

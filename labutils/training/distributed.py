@@ -3,8 +3,8 @@ others.
 
 torchrun starts the processes, the *ranks*, and tells each its number; `torch.distributed` carries
 tensors between them (NCCL between GPUs, gloo between processes on a CPU); DistributedDataParallel
-and `fully_shard` decide when. What is left to say is here: which micro-batches are whose, whose
-random numbers, and what the losses' mean is.
+and `fully_shard` decide when. This module says which micro-batches each rank takes, with which
+random numbers, and how losses are averaged.
 
 The step is the recipe's, whoever computes it: of its `accumulation` micro-batches each of N ranks
 takes every N-th, with the random numbers that one process would draw for it. So losses and
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from labutils.recipe import Recipe, Unavailable
-from labutils.workloads.base import Batch, Workload
+from labutils.workloads.base import Workload
 
 # The knob's new name came with PyTorch 2.13, and 2.11 doesn't know it.
 warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
@@ -95,7 +95,7 @@ def by_itself() -> Iterator[None]:
         _by_itself = before
 
 
-def join(patience_s: float = PATIENCE_S, device: str | None = None) -> None:
+def join(patience_s: float = PATIENCE_S) -> None:
     """Meet the other ranks that torchrun started: NCCL where there are GPUs, one for each rank,
     gloo on a CPU.
 
@@ -103,8 +103,7 @@ def join(patience_s: float = PATIENCE_S, device: str | None = None) -> None:
     tensors exists in any case: what the ranks tell each other beside gradients must not keep a GPU
     waiting.
     """
-    on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
-    if on_gpu:
+    if on_gpu := torch.cuda.is_available():
         local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= gpus:
             raise Unavailable(
@@ -141,33 +140,14 @@ def share_of(recipe: Recipe, ranks: int) -> int:
     return recipe.accumulation // ranks
 
 
-FSDP_CANNOT: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
-    (
-        lambda recipe: recipe.driver != "eager",
-        "is built for driver='eager', where nothing wraps the model a second time",
-    ),
-    (
-        lambda recipe: recipe.precision == "fp16",
-        "needs precision='bf16' or 'fp32': each rank would see its own shard's overflows alone",
-    ),
-    (
-        lambda recipe: recipe.base_linear != "published",
-        "cuts plain weights: it needs base_linear='published'",
-    ),
-    (
-        lambda recipe: recipe.adapter == "folded",
-        "gathers weights when their layer is called, and adapter='folded' reads them before",
-    ),
-    (
-        lambda recipe: recipe.memory_format != "contiguous",
-        "cuts contiguous weights: it needs memory_format='contiguous'",
-    ),
-    (
-        lambda recipe: recipe.compile != "off" and recipe.compile_scope != "blocks",
-        "gathers weights between blocks: it needs compile_scope='blocks'",
-    ),
-)
-"""What a recipe must not ask of parallel='fsdp', and why."""
+FSDP_NEEDS: dict[str, tuple[str, ...]] = {
+    "driver": ("eager",),  # where nothing wraps the model a second time
+    "precision": ("bf16", "fp32"),  # in fp16 each rank would see its own shard's overflows alone
+    "base_linear": ("published",),  # it cuts plain weights
+    "adapter": ("none", "plain", "peft"),  # folded ones read weights before they are gathered
+    "memory_format": ("contiguous",),  # it cuts contiguous weights
+}
+"""Knob -> the values that parallel='fsdp' can do."""
 
 
 def check(recipe: Recipe, ranks: int, examples: int) -> None:
@@ -182,10 +162,16 @@ def check(recipe: Recipe, ranks: int, examples: int) -> None:
         )
     if recipe.driver == "graph":
         raise ValueError("driver='graph' records one process. Use driver='eager' on several ranks.")
-    if recipe.parallel == "fsdp":
-        for asked, why in FSDP_CANNOT:
-            if asked(recipe):
-                raise ValueError(f"parallel='fsdp' {why}.")
+    if recipe.parallel != "fsdp":
+        return
+    for knob, values in FSDP_NEEDS.items():
+        if (value := getattr(recipe, knob)) not in values:
+            uses = " or ".join(f"{knob}={allowed!r}" for allowed in values)
+            raise ValueError(f"parallel='fsdp' can't do {knob}={value!r}. Use {uses}.")
+    if recipe.compile != "off" and recipe.compile_scope != "blocks":
+        raise ValueError(
+            "parallel='fsdp' gathers weights between blocks. Use compile_scope='blocks'."
+        )
 
 
 def distribute(
@@ -237,7 +223,7 @@ def _shard(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -
     for unit in workload.units(model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     root = fully_shard(workload.called(model), mesh=mesh, mp_policy=policy)
-    # the whole weights, held for trainers to come, would fill what sharding saved
+    # The whole weights, held for later trainers, would fill the memory that sharding saved.
     workload.release_weights()
     return root
 
@@ -254,22 +240,9 @@ def synchronising(shared: nn.Module | None, recipe: Recipe, last: bool) -> Itera
         with shared.no_sync():
             yield
         return
-    if hasattr(
-        shared, "set_requires_gradient_sync"
-    ):  # fully_shard's: gradients stay whole, and add up, until the last
+    if hasattr(shared, "set_requires_gradient_sync"):  # FSDP: whole gradients add up until the last
         shared.set_requires_gradient_sync(not wait)
     yield
-
-
-def drawn(workload: Workload, model: nn.Module, batch: Batch, ranks: Ranks) -> Batch:
-    """The random numbers of this rank's micro-batch.
-
-    Every rank draws all ranks' and keeps its own. So a micro-batch has the numbers that one process
-    would give it, all generators stay alike, and one of them in a checkpoint stands for all. It
-    costs a few small kernels a rank.
-    """
-    draws = [workload.draw(model, batch) for _ in range(ranks.count)]
-    return draws[ranks.rank]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -280,11 +253,8 @@ def whole_parameters(parameters: list[nn.Parameter]) -> list[Tensor]:
     """The parameters' values on the host; those that are cut among the ranks are gathered, by all
     ranks together.
     """
-    return [_whole(parameter.detach()).cpu() for parameter in parameters]
-
-
-def _whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    own = [parameter.detach() for parameter in parameters]
+    return [(t.full_tensor() if hasattr(t, "full_tensor") else t).cpu() for t in own]
 
 
 def bytes_here(tensor: Any) -> int:
@@ -309,17 +279,12 @@ def take_parameters(parameters: list[nn.Parameter], values: list[Tensor]) -> Non
             "trained ones of this run. Resume with the same settings, or start in another folder."
         )
     for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(_cut_like(parameter, value))
+        if hasattr(parameter, "full_tensor"):
+            from torch.distributed.tensor import distribute_tensor
 
-
-def _cut_like(parameter: Any, value: Tensor) -> Tensor:
-    from torch.distributed.tensor import distribute_tensor
-
-    if not hasattr(parameter, "full_tensor"):
-        return value
-    return distribute_tensor(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements
-    )
+            layout = parameter.device_mesh, parameter.placements
+            value = distribute_tensor(value.to(parameter.device), *layout)
+        parameter.copy_(value)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -335,13 +300,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     if not state:
         return {}
     place = {name: index for index, name in enumerate(_names(model, optimizer))}
-    return {
-        "state": {place[name]: moments for name, moments in state["state"].items()},
-        "param_groups": [
-            group | {"params": [place[name] for name in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    return _renamed(state, place)
 
 
 def load_optimizer_state(
@@ -353,14 +312,7 @@ def load_optimizer_state(
         return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
-    names = _names(model, optimizer)
-    named = {
-        "state": {names[index]: moments for index, moments in state["state"].items()},
-        "param_groups": [
-            group | {"params": [names[index] for index in group["params"]]}
-            for group in state["param_groups"]
-        ],
-    }
+    named = _renamed(state, dict(enumerate(_names(model, optimizer))))
     options = StateDictOptions(full_state_dict=True)
     set_optimizer_state_dict(model, optimizer, named, options=options)
 
@@ -369,3 +321,12 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The optimizer's parameters by their names in `model`, in order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with new keys for its parameters: numbers in the place of names, say."""
+    groups = state["param_groups"]
+    return {
+        "state": {new[old]: moments for old, moments in state["state"].items()},
+        "param_groups": [g | {"params": [new[old] for old in g["params"]]} for g in groups],
+    }

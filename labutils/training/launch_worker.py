@@ -22,19 +22,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from labutils.profiling import cuda
 from labutils.profiling.collectives import communication, time_all_reduce
+from labutils.profiling.machine import default_device
 from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import distributed
 from labutils.training.benchmark import Candidate, empty_run
-from labutils.training.gradient_timing import gradient_arrivals
 from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 
-JOB, RUNS = "job.json", "runs.jsonl"
+RUNS = "runs.jsonl"
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,11 @@ class Task:
     """One thing that the ranks do. Plain data.
 
     kind: "train" (a recipe is timed), "run" (it trains `steps` steps, with checkpoints),
-    "all-reduce" (of `sizes` bytes, timed). alone: rank 0 does it by itself and the others wait.
-    traced: optimizer steps recorded by the profiler after the timing. arrivals: when each gradient
-    is there is measured, too. fail: "raise" or "kill" of `fails` (rank, step). turn: a file; of
-    launches side by side that name the same one, one at a time does its "all-reduce".
+    "all-reduce" (of `sizes` bytes, timed). name, tags: of its run. alone: rank 0 does it by itself
+    and the others wait. traced: optimizer steps recorded by the profiler after the timing.
+    arrivals: the time at which each gradient is ready is measured, too. fail: "raise" or "kill" of
+    `fails` (rank, step). turn: a file; of launches side by side that name the same one, one at a
+    time does its "all-reduce".
     """
 
     kind: str
@@ -54,7 +58,6 @@ class Task:
     recipe: dict[str, Any] = field(default_factory=dict)
     steps: int = 5
     warmup: int = 2
-    rounds: int = 1
     alone: bool = False
     traced: int = 0
     arrivals: bool = False
@@ -65,17 +68,19 @@ class Task:
     fail: str = ""
     fails: tuple[int, int] = (0, 0)
     turn: str = ""
+    tags: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class RankStatus:
-    """Where a rank is: its file is replaced whole at each change.
+    """Where a rank is. Its file in the launch's `folder` is replaced whole at each change.
 
     state: "starting", "training", "failed" or "done". step: optimizer steps done of `task`. at:
     when the state changed, in seconds since 1970. error: what it failed with.
     """
 
     rank: int
+    folder: str = ""
     pid: int = field(default_factory=os.getpid)
     state: str = "starting"
     task: str = ""
@@ -83,57 +88,47 @@ class RankStatus:
     error: str = ""
     at: float = field(default_factory=time.time)
 
-    def write(self, folder: str | Path, **changes: Any) -> None:
+    def write(self, **changes: Any) -> None:
         vars(self).update(changes, at=time.time())
-        path = Path(folder) / f"rank{self.rank}.json"
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(beside, path)
-
-
-@dataclass
-class Place:
-    """What a task is told beside itself: the launch's folder and device, and the rank's status."""
-
-    folder: Path
-    device: str
-    status: RankStatus
+        new = Path(self.folder) / f"rank{self.rank}.new"
+        new.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        os.replace(new, new.with_suffix(".json"))
 
 
 def main(path: str) -> None:
     """One rank, from its first status to its last."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
-    status = RankStatus(int(os.environ["RANK"]))
-    status.write(job["folder"])
+    status = RankStatus(int(os.environ["RANK"]), job["folder"])
+    status.write()  # with its own process's number
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
-            distributed.join(job["patience_s"], job["device"])
-        place = Place(Path(job["folder"]), job["device"], status)
+            distributed.join(job["timeout_s"])
         for task in job["tasks"]:
-            _do(Task(**task), place)
+            _do(Task(**task), status)
         distributed.leave()
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:600]
-        status.write(job["folder"], state="failed", error=said)
+        status.write(state="failed", error=said)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: taking a process group down waits for ranks that are gone
-    status.write(job["folder"], state="done")
+    status.write(state="done")
 
 
-def _do(task: Task, place: Place) -> None:
+def _do(task: Task, status: RankStatus) -> None:
     me = distributed.here()
-    place.status.write(place.folder, state="training", task=task.name, step=0)
+    status.write(state="training", task=task.name, step=0)
     gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
     cuda.empty_cache()
     run = None
     if me.rank == 0 or not task.alone:
         with distributed.by_itself() if task.alone else nullcontext():
-            run = TASKS[task.kind](task, place)
+            run = TASKS[task.kind](task, status)
     if task.alone:
         me.all(None)  # the others wait here, at no cost to the device
     if me.rank == 0:
-        with (place.folder / RUNS).open("a", encoding="utf-8") as file:
+        run.tags = task.tags
+        with (Path(status.folder) / RUNS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(run.record()) + "\n")
 
 
@@ -142,14 +137,14 @@ def _do(task: Task, place: Place) -> None:
 _workloads: dict[str, Workload] = {}
 
 
-def _workload(task: Task, place: Place) -> Workload:
+def _workload(task: Task) -> Workload:
     """One a kind, whose trainers share frozen weights and texts; only one kind has weights."""
     key = json.dumps(task.workload, sort_keys=True)
     for other, workload in _workloads.items():
         if other != key:
             workload.release_weights()
     if key not in _workloads:
-        _workloads[key] = open_workload(**task.workload, device=place.device)
+        _workloads[key] = open_workload(**task.workload)
     return _workloads[key]
 
 
@@ -171,15 +166,14 @@ def encoded_once(workload: Workload) -> Callable[[Any, Recipe], Any]:
     return dataset
 
 
-def _train(task: Task, place: Place) -> Run:
-    """Time a recipe: first step, warm-up, rounds of steps; then a trace, where one is asked for."""
-    workload, recipe = _workload(task, place), Recipe(**task.recipe)
+def _train(task: Task, status: RankStatus) -> Run:
+    """Time a recipe: first step, warm-up, timed steps; then a trace, where one is asked for."""
+    workload, recipe = _workload(task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
     candidate = Candidate(workload, recipe, task.warmup, dataset=encoded_once(workload))
     try:
         trainer, times = candidate.trainer, StepTimes()
-        for turn in range(task.rounds):
-            times.extend(candidate.measure(task.steps), turn)
+        times.extend(candidate.measure(task.steps))
         candidate.report_times(run, times)
         gradients = sum(p.numel() * p.element_size() for p in trainer.parameters)
         run.metrics |= {"gradient_mb": gradients / 1e6, "ranks": trainer.ranks.count}
@@ -187,7 +181,7 @@ def _train(task: Task, place: Place) -> Run:
             run.samples |= gradient_arrivals(trainer)
             run.metrics |= _to_gather(trainer)
         if task.traced:
-            folder = place.folder / f"traces-{trainer.ranks.rank}"
+            folder = Path(status.folder) / f"traces-{status.rank}"
             wait = candidate.steps_to_settle
             trace = profile(trainer, task.traced, folder, with_stack=False, wait=wait)
             metrics, computing, communicating = communication(trace)
@@ -211,36 +205,72 @@ def _to_gather(trainer: Trainer) -> dict[str, float]:
     }
 
 
-def _run(task: Task, place: Place) -> Run:
+def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
+    """{"lead_ms", "lead_bytes"}: how long before the last gradient each one is there, in order of
+    time, and its bytes.
+
+    Measured on one more optimizer step, on its last backward pass: on a GPU by events in the
+    stream, so that it is the GPU's time and not the host's.
+    """
+    marks: dict[int, tuple[torch.cuda.Event | float, int]] = {}
+    on_gpu = trainer.workload.device.type == "cuda"
+
+    def arrived(parameter: Tensor) -> None:
+        marks[id(parameter)] = (_mark(on_gpu), parameter.grad.nbytes)
+
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trainer.parameters]
+    try:
+        trainer.step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if on_gpu:
+        torch.cuda.synchronize()
+    first = next(iter(marks.values()))[0]
+    arrivals = sorted(
+        (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size)
+        for mark, size in marks.values()
+    )
+    last = arrivals[-1][0]
+    return {
+        "lead_ms": [round(last - at, 4) for at, _ in arrivals],
+        "lead_bytes": [size for _, size in arrivals],
+    }
+
+
+def _mark(on_gpu: bool) -> torch.cuda.Event | float:
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _run(task: Task, status: RankStatus) -> Run:
     """Train with checkpoints, and fail where the task says so."""
-    workload, recipe = _workload(task, place), Recipe(**task.recipe)
+    workload, recipe = _workload(task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
 
     def after_step(trainer: Trainer) -> None:
-        place.status.write(place.folder, step=trainer.step_count)
-        if task.fail and [trainer.ranks.rank, trainer.step_count] == list(task.fails):
+        status.write(step=trainer.step_count)
+        if task.fail and [status.rank, status.step] == list(task.fails):
             if task.fail == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("provoked: this rank was asked to fail here")
 
     hook = encoded_once(workload)
     with Trainer(workload, recipe, task.folder or None, task.resume, dataset=hook) as trainer:
-        begun_at, began = trainer.step_count, time.perf_counter()
+        run.metrics = {"resumed_at": trainer.step_count}
         trainer.run(task.steps, task.checkpoint_every, after_step)
         trainer.driver.log.flush()
-        run.metrics = {
-            "loss": trainer.losses,
-            "resumed_at": begun_at,
-            "ranks": trainer.ranks.count,
-            "seconds": time.perf_counter() - began,
-        }
+        run.metrics["loss"] = trainer.losses
     return run
 
 
-def _all_reduce(task: Task, place: Place) -> Run:
+def _all_reduce(task: Task, status: RankStatus) -> Run:
     me = distributed.here()
     with in_turn(task.turn, me):
-        return Run("", task.name, **time_all_reduce(task.sizes, place.device, me.count))
+        return Run("", task.name, **time_all_reduce(task.sizes, default_device(), me.count))
 
 
 @contextmanager

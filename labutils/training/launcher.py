@@ -4,20 +4,24 @@
     ended = launch([task], ranks=2, device="cuda")
     ended.runs["ddp 2"]; ended.message
 
-The notebook's own process never joins a process group. The ranks are processes of their own, with
-time limits, and what a rank that was killed leaves behind is cleared away.
+The ranks are started by torchrun's own library, `torch.distributed.elastic`. The notebook's process
+never joins their process group. They have a time limit, and what a rank that was killed leaves
+behind is cleared away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,20 +29,16 @@ from typing import Any
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
-from labutils.results.records import Run, read_records, runs_of
+from labutils.results.records import REPOSITORY, Run, read_records, runs_of
 from labutils.training.checkpoint import step_of
-from labutils.training.child_process import Child, end_marked
+from labutils.training.child_process import end_marked
 from labutils.training.distributed import share_of
-from labutils.training.launch_worker import JOB, RUNS, RankStatus, Task
+from labutils.training.launch_worker import RUNS, RankStatus, Task
 
 TIMEOUT_S = 420.0
-PATIENCE_S = {"cuda": 120.0, "cpu": 300.0}
-"""How long ranks of a launch wait for each other, if nothing else is said: longer than one of them
-builds and times a model by itself. On GPUs that is much less than PyTorch's ten minutes, which a
-rank that hangs would cost all others; a CPU may be busy with other things."""
 MARK = "LABUTILS_LAUNCH"
+"""All processes of a launch carry its id in their environment under this name."""
 SHM = Path("/dev/shm")
-AGENT = Path(__file__).with_name("elastic_agent.py")
 LOOK_S = 1.0
 """How often a launch looks for what its ranks have done."""
 
@@ -48,10 +48,10 @@ class Ended:
     """What became of a launch.
 
     runs: those that were finished, by name. message: "" where all went well, else what happened,
-    rank by rank, in words. first: (rank, exit code) of who failed first, a negative code being a
-    signal; None where nobody did or it is unknown. ranks: the status that each rank left.
-    checkpoint_step: of the whole checkpoint that there is to go on from. log: what the ranks
-    printed. left: processes and files that had to be cleared away. seconds: from start to end.
+    rank by rank, in words. first: (rank, exit code) of the rank that failed first, a negative code
+    being a signal; None where none failed. ranks: the status that each rank left. checkpoint_step:
+    of the whole checkpoint that there is to go on from. log: what the ranks printed. left:
+    processes and files that had to be cleared away.
     """
 
     runs: dict[str, Run]
@@ -61,7 +61,6 @@ class Ended:
     checkpoint_step: int | None = None
     log: str = ""
     left: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -80,7 +79,6 @@ def launch(
     ranks: int,
     device: str,
     timeout_s: float = TIMEOUT_S,
-    patience_s: float | None = None,
     environment: Mapping[str, str] | None = None,
     each: Callable[[Run], None] = lambda run: None,
 ) -> Ended:
@@ -88,9 +86,8 @@ def launch(
     have ended.
 
     each: is called with each run soon after it is there, so that a launch that is cut off loses no
-    more than one. patience_s: how long a rank waits for the others (None: `PATIENCE_S`); timeout_s:
-    how long all may take. Raises `Unavailable` where there are fewer GPUs than ranks, `ValueError`
-    for what can't be asked.
+    more than one. timeout_s: how long all may take, and a rank waits for the others. Raises
+    `Unavailable` where there are fewer GPUs than ranks, `ValueError` for what can't be asked.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: it takes 1 or more.")
@@ -102,32 +99,61 @@ def launch(
         if task.recipe and not task.alone:
             share_of(Recipe(**task.recipe), ranks)
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
-        folder, mark, began = Path(name), uuid.uuid4().hex, time.perf_counter()
-        job = {
-            "tasks": [asdict(task) for task in tasks],
-            "folder": name,
-            "device": device,
-            "patience_s": patience_s or PATIENCE_S[device],
-        }
-        (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
-        variables = rank_variables(ranks, device) | {MARK: mark, "TMPDIR": name}
+        folder, mark, until = Path(name), uuid.uuid4().hex, time.monotonic() + timeout_s
+        todo = [asdict(task) for task in tasks]
+        job = {"tasks": todo, "folder": name, "timeout_s": timeout_s}
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        for rank in range(ranks):  # one that can't even start has a status, too
+            RankStatus(rank, name, pid=0).write()
+        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+        variables = rank_variables(ranks, device) | (environment or {})
+        variables |= {MARK: mark, "TMPDIR": name, "PYTHONPATH": path}
         runs: dict[str, Run] = {}
-        try:
-            answer, log = _agent(
-                ranks, folder, variables | (environment or {}), timeout_s, runs, each
-            )
-        finally:  # after Ctrl-C as well
-            left = _clear_away(mark)
+        with ThreadPoolExecutor(1) as pool:
+            failures = pool.submit(_start, ranks, folder, variables)
+            try:
+                while not wait([failures], LOOK_S).done and time.monotonic() < until:
+                    _look(folder, runs, each)
+                in_time = failures.done()
+            finally:  # after Ctrl-C as well
+                left = _clear_away(mark)
         _look(folder, runs, each)  # what was written while the ranks were being ended
-        paths = sorted(folder.glob("rank*.json"))
-        statuses = [RankStatus(**json.loads(path.read_text("utf-8"))) for path in paths]
-        first = _first(answer["failures"], statuses)
-        step = _checkpoint_step(tasks, statuses)
-        message = ""
-        if answer["failures"] or answer.get("ended"):
-            message = _message(answer.get("ended", ""), first, statuses, step)
-        seconds = time.perf_counter() - began
-        return Ended(runs, message, first, statuses, step, log + _printed(folder), left, seconds)
+        stopped = "" if in_time else f"The launch had not ended after {timeout_s:.0f} s."
+        told = _told(folder, tasks, failures.result() if in_time else {}, stopped)
+        return Ended(runs, left=left, **told)
+
+
+def _start(ranks: int, folder: Path, variables: Mapping[str, str]) -> dict[int, int]:
+    """Start the ranks, as torchrun does, and wait for them; the exit codes of those that failed.
+
+    They are those that elastic saw fail before it stopped the others; a negative one is a signal.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    quiet = logging.getLogger("torch.distributed.elastic")  # what it says, `Ended.message` says
+    quiet.addHandler(logging.NullHandler())
+    quiet.propagate = False
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=variables[MARK],
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+    )
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    worker = [sys.executable, "-m", "labutils.training.launch_worker", str(folder / "job.json")]
+    try:
+        # `env` sets variables for these ranks alone: other launches may start beside this one.
+        elastic_launch(config, "env")(*settings, *worker)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
 
 
 def rank_variables(ranks: int, device: str) -> dict[str, str]:
@@ -148,35 +174,6 @@ def rank_variables(ranks: int, device: str) -> dict[str, str]:
 def gpu_count() -> int:
     """GPUs that a launch may use."""
     return cuda.count()
-
-
-def _agent(
-    ranks: int,
-    folder: Path,
-    variables: Mapping[str, str],
-    timeout_s: float,
-    runs: dict[str, Run],
-    each: Callable[[Run], None],
-) -> tuple[dict[str, Any], str]:
-    """The agent's answer, with how it `ended` where it gave none, and what it printed. Meanwhile
-    new runs are looked for.
-    """
-    command = ["-m", "labutils.training.launch_worker", str(folder / JOB)]
-    order = {"ranks": ranks, "command": command, "logs": str(folder / "logs")}
-    # By its own limit, behind ours, it would leave its ranks.
-    with Child([str(AGENT)], order, timeout_s + 60, variables) as agent:
-        until = time.monotonic() + timeout_s
-        while time.monotonic() < until:
-            with contextlib.suppress(TimeoutError):
-                answer = agent.receive(timeout_s=min(LOOK_S, timeout_s))
-                answer = answer or {"failures": {}, "ended": agent.failure()}
-                return answer, agent.printed + agent.errors()
-            _look(folder, runs, each)
-        agent.process.terminate()  # it ends its ranks
-        with contextlib.suppress(TimeoutError):
-            agent.receive(timeout_s=10)
-        ended = f"it had not ended after {timeout_s:.0f} s, and was stopped"
-        return {"failures": {}, "ended": ended}, agent.printed + agent.errors()
 
 
 def _look(folder: Path, runs: dict[str, Run], each: Callable[[Run], None]) -> None:
@@ -205,45 +202,38 @@ def _clear_away(mark: str) -> list[str]:
     return left
 
 
-def _printed(folder: Path) -> str:
-    """What the ranks printed, each line with its rank."""
-    lines = []
-    for path in sorted((folder / "logs").rglob("std*.log")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        lines += [f"[rank {path.parent.name}] {line}" for line in text.splitlines()]
-    return "\n".join(lines)
+def _told(
+    folder: Path, tasks: Sequence[Task], failures: Mapping[int, int], stopped: str
+) -> dict[str, Any]:
+    """Fields of `Ended`: what the ranks left in the launch's folder, and what it means.
 
-
-def _first(failures: Mapping[str, int], statuses: Iterable[RankStatus]) -> tuple[int, int] | None:
-    """(rank, exit code) of who failed first: one that was killed, or whose status says so first.
-    (Of a rank that failed and one that lost it, elastic may see either end first.)
+    The message says what happened, which rank began it, where each rank was, and what there is to
+    go on from.
     """
-    killed = [rank for rank, code in failures.items() if code < 0 and -code != signal.SIGTERM]
-    failed = sorted((s for s in statuses if s.state == "failed"), key=lambda status: status.at)
-    rank = killed[0] if killed else str(failed[0].rank) if failed else next(iter(failures), None)
-    return None if rank is None else (int(rank), failures.get(rank, 1))
-
-
-def _checkpoint_step(tasks: Sequence[Task], statuses: Iterable[RankStatus]) -> int | None:
-    """The step of the checkpoint of the task that the ranks were in; None where there is none."""
+    paths = sorted(folder.glob("rank*.json"))
+    statuses = [RankStatus(**json.loads(path.read_text("utf-8"))) for path in paths]
+    log = [
+        f"[rank {path.parent.name}] {line}"
+        for path in sorted((folder / "logs").rglob("std*.log"))
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+    ]
     doing = {status.task for status in statuses}
     folders = [task.folder for task in tasks if task.name in doing and task.checkpoint_every]
-    return step_of(folders[0]) if folders else None
-
-
-def _message(
-    ended: str, first: tuple[int, int] | None, statuses: Iterable[RankStatus], step: int | None
-) -> str:
-    """What happened, who began it, where each rank was, and what there is to go on from."""
-    lines = [f"The launch failed: {ended}."] if ended else []
-    if first and first[1] < 0:
-        lines.append(f"Rank {first[0]} was killed by {signal.Signals(-first[1]).name}.")
+    step = step_of(folders[0]) if folders else None
+    first = _first(failures, statuses)
+    lines = [stopped] if stopped else []
     for status in sorted(statuses, key=lambda status: not first or status.rank != first[0]):
-        at = (
-            f"in optimizer step {status.step + 1} of *{status.task}*" if status.task else "at start"
-        )
+        code = failures.get(status.rank, 0)
+        at = "at start"
+        if status.task:
+            at = f"in optimizer step {status.step + 1} of *{status.task}*"
         if status.state == "failed":
             lines.append(f"Rank {status.rank} failed {at}: {status.error}")
+        elif code < 0 and code != -signal.SIGTERM:
+            lines.append(f"Rank {status.rank} was killed by {signal.Signals(-code).name} {at}.")
+        elif code > 0:
+            said = [line for line in log if line.startswith(f"[rank {status.rank}]")]
+            lines.append(f"Rank {status.rank} ended with code {code} {at}. {''.join(said[-1:])}")
         elif status.state != "done":
             lines.append(f"Rank {status.rank} was {at}.")
     if step is not None:
@@ -251,4 +241,16 @@ def _message(
             f"The checkpoint of optimizer step {step} is whole. Go on from it with resume=True, on "
             "any number of ranks that shares the micro-batches evenly."
         )
-    return "\n".join(lines)
+    message = "\n".join(lines) if stopped or failures else ""
+    ended = {"message": message, "first": first, "ranks": statuses, "checkpoint_step": step}
+    return ended | {"log": "\n".join(log)}
+
+
+def _first(failures: Mapping[int, int], statuses: Sequence[RankStatus]) -> tuple[int, int] | None:
+    """(rank, exit code) of the rank that failed first: one that was killed, or whose status says so
+    first. A rank that elastic stopped ended by SIGTERM.
+    """
+    killed = [rank for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM]
+    failed = sorted((s for s in statuses if s.state == "failed"), key=lambda status: status.at)
+    rank = next(iter([*killed, *(status.rank for status in failed), *failures]), None)
+    return None if rank is None else (rank, failures.get(rank, 1))

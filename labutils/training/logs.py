@@ -81,10 +81,11 @@ class SynchronousLog:
 
 
 class RingLog:
-    """Losses stay on the device in a ring of two halves. While steps fill one half, the other
-    travels to the host behind the GPU's back and is written when the next half is full; the host
-    never waits for a loss, and NaN is noticed up to `2 * half` steps late. Everything in
-    `micro_step` and `end_step`'s device part can be captured in a CUDA graph."""
+    """Losses stay on the device, in a ring of two halves. When steps have filled one half, its copy
+    to the host is queued behind them on the GPU; it is written when the next half is full. So the
+    host never waits for a loss, and NaN is noticed up to `2 * half` steps late. `micro_step` and
+    `put` can be captured in a CUDA graph.
+    """
 
     def __init__(
         self,
@@ -105,7 +106,6 @@ class RingLog:
         self.place = torch.zeros(1, dtype=torch.long, device=device)
         on_gpu = device.type == "cuda"
         self.copy = torch.zeros(2 * half, pin_memory=on_gpu)
-        self.side = torch.cuda.Stream(device) if on_gpu else None
         self.arrived = torch.cuda.Event() if on_gpu else None
         self.travelling = 0
 
@@ -150,15 +150,10 @@ class RingLog:
         self.flush()
 
     def _send(self) -> None:
-        """Start the copy of the ring to the host; on a GPU it runs beside the next steps."""
-        losses = self.sent = self.across(self.ring)  # kept until the copy is through
-        if self.side is None:
-            self.copy.copy_(losses)
-        else:
-            self.side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.side):
-                self.copy.copy_(losses, non_blocking=True)
-                self.arrived.record()
+        """Queue the copy of the ring to the host. On a GPU the host doesn't wait for it."""
+        self.copy.copy_(self.across(self.ring), non_blocking=True)
+        if self.arrived is not None:
+            self.arrived.record()
         self.travelling = self.step - self.written
 
     def _write_arrived(self) -> None:
@@ -178,8 +173,15 @@ class RingLog:
         self.travelling = 0
 
 
-Log = SynchronousLog | RingLog
-"""What a driver tells each micro-batch's loss, and the end of each micro-step and step."""
+def open_log(
+    kind: str, write: Write, accumulation: int, device: torch.device, across: Across = own
+) -> SynchronousLog | RingLog:
+    """The log of a recipe's `logging`. A driver tells it each micro-batch's loss, and the end of
+    each micro-step and step.
+    """
+    if kind == "synchronous":
+        return SynchronousLog(write, accumulation, across)
+    return RingLog(write, accumulation, device, across=across)
 
 
 def tensorboard(folder: Path, flush: bool) -> tuple[Write, Callable[[], None]]:

@@ -65,9 +65,9 @@ def followed(
     def begin(model: nn.Module) -> None:
         if change is not None:
             change(model)
-            # what was replaced is kept for trainers to come, and would count as this one's
+            # Replaced weights are kept for later trainers, and would count as this one's.
             workload.release_weights()
-        # so would, as reserved, the 16-bit weights that low-bit ones were made from
+        # The 16-bit weights that low-bit ones were made from would count as reserved, too.
         cuda.empty_cache()
         logs.append(MemoryLog(log, logged, every))
 
@@ -94,9 +94,10 @@ def followed(
 
 
 def make_room(*workloads: Workload) -> None:
-    """Let go of what `workloads` share and of what trainers that have ended left on the GPU:
-    circles of references hold a model until they are collected, and its memory would be read as the
-    next one's."""
+    """Release the weights that `workloads` share, and the memory of trainers that have ended.
+    Reference cycles hold a model until they are collected, and its memory would be read as the next
+    one's.
+    """
     for workload in workloads:
         workload.release_weights()
     cuda.empty_cache()

@@ -8,7 +8,7 @@ GraphStep        the eager step recorded once as a CUDA graph and replayed
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from labutils.layers.cuda_graph import Captured, compile_blocks, compile_model
 from labutils.profiling import compat
 from labutils.recipe import Recipe
 from labutils.training.batches import Batch, Batches, on_device
-from labutils.training.distributed import Ranks, ddp_options, drawn, share_of, synchronising
-from labutils.training.logs import Log, RingLog, SynchronousLog, tensorboard
+from labutils.training.distributed import Ranks, ddp_options, share_of, synchronising
+from labutils.training.logs import open_log, tensorboard
 from labutils.workloads.base import Workload
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -39,8 +39,8 @@ class StepContext:
     optimizer: torch.optim.Optimizer
     loader: DataLoader
     folder: Path
-    ranks: Ranks = field(default_factory=Ranks)
-    shared: nn.Module | None = None
+    ranks: Ranks
+    shared: nn.Module | None
 
     @property
     def micro_steps(self) -> int:
@@ -48,9 +48,14 @@ class StepContext:
         return share_of(self.recipe, self.ranks.count)
 
     def loss(self, batch: Batch) -> Tensor:
-        """The micro-batch's mean loss for newly drawn random numbers."""
-        draws = drawn(self.workload, self.model, batch, self.ranks)
-        return self.workload.loss(self.model, batch, draws)
+        """The micro-batch's mean loss for newly drawn random numbers.
+
+        Every rank draws all ranks' numbers and keeps its own. So a micro-batch has the numbers that
+        one process would give it, all generators stay alike, and one of them in a checkpoint stands
+        for all. It costs a few small kernels a rank.
+        """
+        draws = [self.workload.draw(self.model, batch) for _ in range(self.ranks.count)]
+        return self.workload.loss(self.model, batch, draws[self.ranks.rank])
 
 
 def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
@@ -117,11 +122,10 @@ class AccelerateStep:
             trained, context.optimizer, loader, scheduler
         )
         setattr(context.model, name, trained)
-        self.log: Log = SynchronousLog(self._write, context.micro_steps)
-        if recipe.logging == "ring-buffer":
-            self.log = RingLog(
-                self._write, context.micro_steps, context.workload.device, across=context.ranks.mean
-            )
+        # The losses that `step` gathers are those of all ranks.
+        self.log = open_log(
+            recipe.logging, self._write, context.micro_steps, context.workload.device
+        )
 
     def _accelerator(self) -> Any:
         from accelerate import Accelerator
@@ -182,12 +186,9 @@ class AccelerateStep:
     def close(self) -> None:
         try:
             self.log.close()
-        finally:
-            if self.context.ranks.alone:
-                self.accelerator.end_training()
-            else:  # end_training would end the process group, in which other trainers train
-                for tracker in self.accelerator.trackers:
-                    tracker.finish()
+        finally:  # not by end_training, which ends the process group: other trainers train in it
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
 
     def _write(self, values: dict[str, float], step: int) -> None:
         self.accelerator.log(values, step=step)
@@ -208,14 +209,10 @@ class EagerStep:
             # noise schedule's powers in float32, and hand the network inputs of another type.
             trained = context.workload.trained(context.model)[1]
             trained.forward = torch.autocast(device.type, dtype)(trained.forward)
-        synchronous = recipe.logging == "synchronous"
-        write, self._close_writer = tensorboard(context.folder, flush=synchronous)
-        micro_steps, across = context.micro_steps, context.ranks.mean
-        self.log: Log = (
-            SynchronousLog(write, micro_steps, across)
-            if synchronous
-            else RingLog(write, micro_steps, device, across=across)
+        write, self._close_writer = tensorboard(
+            context.folder, flush=recipe.logging == "synchronous"
         )
+        self.log = open_log(recipe.logging, write, context.micro_steps, device, context.ranks.mean)
 
     def step(self, batches: Batches) -> None:
         """One optimizer step of `recipe.accumulation` micro-steps. Gradients add up in `.grad`,

@@ -1,7 +1,6 @@
-"""A recipe tried in a process of its own: what it does to that process, a crash included, the
-caller only reads about.
+"""Tries a recipe in a process of its own. Whatever happens there, even a crash, the caller goes on.
 
-    run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
+run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import child_process
-from labutils.training.benchmark import measure
+from labutils.training.benchmark import empty_run, measure
 from labutils.training.child_process import Child
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload, open_workload
@@ -80,14 +79,10 @@ def try_isolated(
     order = {"workload": opened, "recipe": recipe.as_dict(), "steps": steps}
     with Child(["-m", __name__], order, timeout_s, environment) as child:
         result = child.receive() or {"metrics": {"failed": 1, "message": child.failure()}}
-    return Run(
-        lab="",
-        run="",
-        workload=workload.name,
-        scale=opened["scale"],
-        recipe=recipe.as_dict(),
-        **result,
-    )
+    run = empty_run(workload, recipe, "")
+    run.scale, run.weights = opened["scale"], opened["weights"]
+    run.metrics, run.samples = result["metrics"], result.get("samples", {})
+    return run
 
 
 def _main() -> None:

@@ -611,7 +611,7 @@ lab.predict("steps that the checkpoint holds", my_step, "steps")
 crashed: dict[str, Run] = {}
 with lab.attempt("A rank that is killed", reference="rank killed"):
     device = lab10_distributed.device_for(lab)
-    recipes = dict.fromkeys(lab10_distributed.CRASHES)
+    recipes = {"rank killed": None, "rank raises": None}
     recipes["resumed on fewer ranks"] = cases[0].for_ranks(count)
     crashed = lab.measured_together(
         recipes, partial(lab10_distributed.crashes, cases[0], count, device)

@@ -123,19 +123,13 @@ def test_a_rank_dies_and_the_other_s_word_is_kept(parallel, fail, tmp_path):
     told = open_workload("sd15-lora", "small", device="cuda").opened_as()
     recipe = SD.but(parallel=parallel).as_dict()
     options = {"folder": str(tmp_path), "checkpoint_every": 2}
-    ended = launch(
-        [Task("run", "train", told, recipe, 6, fail=fail, fails=(1, 3), **options)],
-        2,
-        "cuda",
-        200,
-        60,
-    )
+    failing = Task("run", "train", told, recipe, 6, fail=fail, fails=(1, 3), **options)
+    ended = launch([failing], 2, "cuda", 200)
     assert ended.first == (1, -9 if fail == "kill" else 1)
     assert ended.ranks[1].step == 3 and ended.checkpoint_step == 2
     assert {"Rank 0", "Rank 1"} <= {line[:6] for line in ended.message.splitlines()}
-    resumed = launch(
-        [Task("run", "train", told, recipe, 6, resume=True, **options)], 1, "cuda", 200, 60
-    ).or_raise()
+    resuming = Task("run", "train", told, recipe, 6, resume=True, **options)
+    resumed = launch([resuming], 1, "cuda", 200).or_raise()
     assert resumed.runs["train"].metrics["resumed_at"] == 2
     assert len(resumed.runs["train"].metrics["loss"]) == 4
 

@@ -79,6 +79,21 @@ def test_the_base_again_is_the_noise_floor():
     assert time_effect(base, in_rounds(1.5, 0.001, 9), in_rounds(1.05, 0.001, 8)).unsteady
 
 
+def test_rounds_of_different_comparisons_are_no_pairs():
+    """A machine that slows down from round to round: the n-th rounds were not at the same time."""
+    drift = [100.0 * 1.1**n for n in range(8)]
+    base, same, other = (
+        run_of(drift, rounds=range(8)),
+        run_of([1.2 * ms for ms in drift], rounds=range(8)),
+        run_of([1.2 * ms for ms in drift], rounds=range(8)),
+    )
+    base.comparison, same.comparison, other.comparison = "a", "a", "b"
+    assert effect(base, same).low == pytest.approx(1.2) == effect(base, same).high
+    assert effect(base, other).low < 1 < effect(base, other).high
+    base.comparison = other.comparison = ""  # a record from before comparisons had an id
+    assert effect(base, other).high == pytest.approx(1.2)
+
+
 def test_without_rounds_the_base_s_own_spread_is_the_noise():
     base = run_of([100, 90, 110, 95, 105, 100])
     found = effect(base, run_of([93, 94, 95, 96, 97, 98]))

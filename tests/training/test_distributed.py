@@ -114,14 +114,10 @@ EAGER_FSDP = {"parallel": "fsdp", "driver": "eager", "precision": "bf16"}
     ("changes", "ranks", "examples", "told"),
     [
         ({"accumulation": 3}, 2, 100, "Use accumulation=2 or 4"),
-        ({"accumulation": 1}, 4, 100, "Use accumulation=4"),
         ({"micro_batch": 2}, 4, 7, "the dataset has 7"),
         ({"driver": "graph", "logging": "ring-buffer"}, 2, 100, "driver='eager'"),
-        ({"parallel": "fsdp"}, 2, 100, "driver='eager'"),
         (EAGER_FSDP | {"precision": "fp16"}, 2, 100, "precision"),
-        (EAGER_FSDP | {"base_linear": "nf4"}, 2, 100, "base_linear"),
-        (EAGER_FSDP | {"adapter": "folded"}, 2, 100, "folded"),
-        (EAGER_FSDP | {"memory_format": "channels_last"}, 2, 100, "contiguous"),
+        (EAGER_FSDP | {"adapter": "folded"}, 2, 100, "Use adapter='none' or"),
         (EAGER_FSDP | {"compile": "default"}, 2, 100, "compile_scope='blocks'"),
     ],
 )
@@ -140,7 +136,5 @@ def test_what_is_trained_whole_has_no_adapter_to_save(tmp_path):
 
 
 def test_all_weights_are_for_published_layers():
-    with pytest.raises(ValueError, match="adapter='none'"):
-        STOCK.but(adapter="none", base_linear="nf4")
     with pytest.raises(ValueError, match="Use layers='published'"):
         opened("qwen3-lora-short").build(ranks_at_work.QWEN.but(adapter="none"))

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from ranks_at_work import SD
+from recipes_at_work import one_thread
 
 from labutils.recipe import STOCK, Unavailable
 from labutils.training import Trainer, distributed, launcher
@@ -28,6 +29,12 @@ DYING = SD.but(
 STEPS = 6
 
 
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
+    with one_thread():
+        yield
+
+
 @pytest.fixture(scope="module")
 def undisturbed() -> list[float]:
     """The losses of one process that nothing happens to."""
@@ -42,7 +49,7 @@ def train_until(fail: str, step: int, folder: Path, resume: bool = False, **chan
     recipe = DYING.but(**changes).as_dict()
     options = {"folder": str(folder), "checkpoint_every": 2, "fail": fail, "fails": (1, step)}
     task = Task("run", "train", workload, recipe, STEPS, resume=resume, **options)
-    return launch([task], 2, "cpu", 200, 30)
+    return launch([task], 2, "cpu", 200)
 
 
 @pytest.fixture(scope="module")
@@ -104,22 +111,22 @@ def test_what_is_measured_comes_back_run_by_run():
     alone = SD.but(accumulation=1)
     tasks = [
         Task("all-reduce", "link", sizes=(1024, 4096)),
-        Task("train", "one", workload, alone.as_dict(), 2, 0, 2, alone=True, arrivals=True),
-        Task("train", "two", workload, SD.as_dict(), 2, 0, 2, traced=1),
+        Task("train", "one", workload, alone.as_dict(), 2, 0, alone=True, arrivals=True),
+        Task("train", "two", workload, SD.as_dict(), 2, 0, traced=1, tags={"ranks": 2}),
         Task("run", "whole", workload, SD.as_dict(), 1, alone=True),
     ]
-    ended = launch(tasks, 2, "cpu", 200, 60, each=told.append).or_raise()
+    ended = launch(tasks, 2, "cpu", 200, each=told.append).or_raise()
     assert [run.run for run in told] == list(ended.runs) == ["link", "one", "two", "whole"]
     assert len(ended.runs["link"].samples["all_reduce_ms"]) == 2
     one, two = ended.runs["one"], ended.runs["two"]
     assert one.metrics["ranks"] == 1 and two.metrics["ranks"] == 2
-    assert set(one.samples["round"]) == {0, 1} and one.samples["lead_ms"][-1] == 0
+    assert two.tags == {"ranks": 2} and one.samples["lead_ms"][-1] == 0
     assert 0 <= two.metrics["communication_share"] <= 1
     assert {status.state for status in ended.ranks} == {"done"} and ended.first is None
 
 
 def test_a_launch_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr(launcher, "Child", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(launcher, "_start", lambda *_: pytest.fail("it was started"))
     odd = Task("train", "x", {}, STOCK.but(accumulation=3).as_dict())
     with pytest.raises(ValueError, match="accumulation=3"):
         launch([odd], 2, "cpu")
@@ -130,23 +137,24 @@ def test_a_launch_is_refused_before_anything_starts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("program", "told"),
-    [("import sys; sys.exit('no way')", "no way"), ("import time; time.sleep(60)", "not ended")],
+    ("options", "told"),
+    [
+        ({"environment": {"PYTHONHOME": "/nowhere"}}, "Rank 0 ended with code 1 at start"),
+        ({"timeout_s": 0.5}, "not ended after 0 s"),
+    ],
 )
-def test_ranks_that_cannot_be_started_or_hang_are_stopped(program, told, monkeypatch, tmp_path):
-    agent = tmp_path / "agent.py"
-    agent.write_text(program)
-    monkeypatch.setattr(launcher, "AGENT", agent)
-    ended = launch([], 2, "cpu", timeout_s=2)
-    assert told in ended.message and not ended.ok and ended.first is None
+def test_ranks_that_cannot_be_started_or_hang_are_stopped(options, told):
+    ended = launch([], 2, "cpu", **options)
+    assert told in ended.message and not ended.ok
+    assert not any(status.pid and psutil.pid_exists(status.pid) for status in ended.ranks)
 
 
 def test_who_failed_first_is_whom_the_others_lost():
     lost = RankStatus(0, state="failed", at=20.0)
     raised = RankStatus(1, state="failed", at=10.0)
-    assert launcher._first({"0": 1}, [lost, raised]) == (1, 1)
-    assert launcher._first({"0": 1, "1": -9}, [lost]) == (1, -9)
-    assert launcher._first({"0": -15}, [raised]) == (1, 1)
+    assert launcher._first({0: 1}, [lost, raised]) == (1, 1)
+    assert launcher._first({0: 1, 1: -9}, [lost]) == (1, -9)
+    assert launcher._first({0: -15, 1: 1}, [raised]) == (1, 1)
     assert launcher._first({}, []) is None
 
 
@@ -161,9 +169,10 @@ def test_each_rank_gets_its_share_of_the_cores(monkeypatch):
 def test_a_rank_without_a_gpu_says_what_to_type(monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(Unavailable, match="--nproc-per-node=1"):
-        distributed.join(device="cuda")
+        distributed.join()
 
 
 def test_launches_take_turns(tmp_path):

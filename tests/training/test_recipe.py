@@ -60,10 +60,8 @@ def test_a_value_of_the_wrong_type_is_refused(name, value):
         ("num_workers", 1025),
         ("seed", 2**63),
         ("learning_rate", float("nan")),
-        ("learning_rate", -1.0),
         ("learning_rate", 10**400),
         ("max_grad_norm", float("inf")),
-        ("max_grad_norm", 0.0),
         ("token_budget", 2**17 + 1),
         ("precision", "fp8"),
     ],
@@ -71,10 +69,6 @@ def test_a_value_of_the_wrong_type_is_refused(name, value):
 def test_a_knob_has_its_limits(knob, value):
     with pytest.raises(ValueError, match=f"{knob}=.*not possible"):
         STOCK.but(**{knob: value})
-
-
-def test_the_limits_themselves_are_taken():
-    assert STOCK.but(num_workers=1024, seed=2**63 - 1).num_workers == 1024
 
 
 def test_an_unknown_knob_is_refused_with_the_known_ones():

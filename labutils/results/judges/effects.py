@@ -187,13 +187,17 @@ def _numbers(run: Run, name: str) -> list[float]:
 
 
 def _pairs(runs: Sequence[Run], samples: Sequence[list[float]]) -> list[tuple[float, float]]:
-    """The values of two runs that belong together: of a round, or of a batch where batches differ
-    in their tokens. [] where too few do.
+    """The values of two runs that belong together: of a round of one comparison, or of a batch
+    where batches differ in their tokens. [] where too few do.
     """
     rounds = [_numbers(run, "round") for run in runs]
     taken = [_numbers(run, "useful_tokens") for run in runs]
     pairs = []
-    if all(len(of) == len(those) for of, those in zip(rounds, samples, strict=True)):
+    # Records from before there was such an id have "": they are paired as they always were.
+    interleaved = runs[0].comparison == runs[1].comparison
+    if interleaved and all(
+        len(of) == len(those) for of, those in zip(rounds, samples, strict=True)
+    ):
         first, second = map(_by_round, samples, rounds)
         pairs = [(first[one], second[one]) for one in first if one in second]
     if len(pairs) < FEWEST_SAMPLES and all(taken) and max(taken[0]) > (1 + STEADY) * min(taken[0]):
