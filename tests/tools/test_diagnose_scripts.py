@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -41,19 +40,21 @@ def plain(*options: str) -> Diagnosis:
     return diagnosed(sys.executable, script, "--device", "cpu", *options)
 
 
-def line_at(place: str) -> str:
-    return (
-        (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()[int(place.split(":")[-1]) - 1]
-    )
-
-
 # -------------------------------------------------------------------------- planted bottlenecks
 
 
-def test_a_plain_loop_that_reads_slowly_without_workers():
-    fix = plain("--decode-ms", "1", "--accumulation", "1").worth_it[0]
-    assert fix.name == "workers" and fix.gain > 0.5
-    assert fix.changes["num_workers"] > 1  # reading only waits, so that cores are no limit
+def test_a_plain_loop_that_reads_slowly_and_writes_each_step():
+    found = plain("--decode-ms", "3", "--accumulation", "1", "--log", "flush")
+    assert {"workers", "logging"} == {fix.name for fix in found.worth_it[:2]}
+    lines = (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()
+    places = [int(place.split(":")[-1]) for place in found.fix("logging").sources]
+    assert any("fsync" in lines[place - 1] for place in places)
+
+
+def test_tiny_kernels_and_an_optimizer_in_a_loop():
+    found = plain("--tiny-kernels", "--optimizer", "loop", "--in-memory")
+    assert "compile" in [fix.name for fix in found.worth_it]
+    assert found.fix("optimizer").gain > 0.1
 
 
 def test_an_accelerate_script_through_its_launcher():
@@ -69,29 +70,6 @@ def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
     found = diagnosed(sys.executable, trainer, "--use_cpu", "--pad", "max_length", "--batch", "8")
     assert found.worth_it[0].name == "padding" and found.worth_it[0].gain > 0.15
     assert 0.5 < found.evidence.padding < 0.9
-
-
-def test_two_processes_end_at_the_same_step():
-    script = str(SCRIPTS / "accelerate_script.py")
-    launched = (str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", script, "--cpu")
-    assert any("One of 2 processes" in note for note in diagnosed(*launched).evidence.notes)
-
-
-def test_tiny_kernels_and_an_optimizer_in_a_loop():
-    found = plain("--tiny-kernels", "--optimizer", "loop", "--in-memory")
-    assert "compile" in [fix.name for fix in found.worth_it]
-    assert found.fix("optimizer").gain > 0.1
-
-
-def test_writing_each_step():
-    fix = plain("--log", "flush", "--in-memory").worth_it[0]
-    assert fix.name == "logging" and any("fsync" in line_at(place) for place in fix.sources)
-
-
-def test_reading_a_value_of_each_parameter():
-    fix = plain("--item-each-parameter", "--accumulation", "3").fix("syncs")
-    assert "item()" in line_at(fix.sources[0])
-    assert fix.gain == 0  # on a CPU nobody waits
 
 
 # ------------------------------------------------------------------------------------------- ends
@@ -119,11 +97,8 @@ FIFTY = STEPS + "for n in range(50):\n    step()\n"
     [
         ("print('hello')", "never imported PyTorch"),
         ("import torch", "no optimizer of PyTorch's took a step"),
-        (STEPS + "for _ in range(5): step()", "after 5 optimizer steps, and"),
         (FIFTY + "    if n == 4: raise KeyError('gone')", "Its last error: KeyError: 'gone' ("),
         (FIFTY + "    if n == 4: import os; os.kill(os.getpid(), 9)", "killed (signal 9)"),
-        ("import no_such_module", "No module named 'no_such_module' ("),
-        ("import json\njson.loads('{')", "its own.py:2). Cure that first"),
         ("an error (", "Its last error: SyntaxError: '(' was never closed"),
         ("raise SystemExit('no data')", "What it said of itself is above"),
     ],
@@ -140,6 +115,12 @@ def test_a_short_script_is_told_the_options_that_work_for_it(tmp_path, capsys):
         watch(command)
     options = ["--warmup", "1", "--timed", "3", "--steps", "1"]
     assert cli.main(["diagnose", *options, "--", *command]) == 0
+
+
+def test_two_processes_end_at_the_same_step(tmp_path):
+    launched = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+    found = diagnosed(*launched, *script(tmp_path, FIFTY)[1:])
+    assert any("One of 2 processes" in note for note in found.evidence.notes)
 
 
 @pytest.mark.parametrize("steps", [15, 19])
@@ -178,7 +159,6 @@ def test_a_closures_passes_are_counted_once(tmp_path):
     """Five passes, and two that the closure makes again at each of its calls."""
     evidence = watch(script(tmp_path, CLOSURE), FEW).evidence
     assert evidence.accumulation == 7
-    assert any("calls its closure" in note for note in evidence.notes)
 
 
 def test_the_script_keeps_its_path_its_arguments_and_its_own_end(tmp_path):
@@ -201,12 +181,6 @@ def test_the_script_keeps_its_path_its_arguments_and_its_own_end(tmp_path):
     assert int((tmp_path / "ended").read_text()) < 30
     assert (tmp_path / "site was here").exists()
     assert str(HOOKS) not in ran.stdout and "'--own', '-x'" in ran.stdout
-
-
-def test_a_script_may_go_on_to_its_own_end(tmp_path):
-    text = f"import os; os.chdir({str(tmp_path)!r})\n{FIFTY}    open('steps', 'w').write(str(n))"
-    assert watch(script(tmp_path, text), FEW, keep_going=True).exit_code == 0
-    assert (tmp_path / "steps").read_text() == "49"
 
 
 PROFILES_ITSELF = """
@@ -234,11 +208,15 @@ UNPLANNED = {
     "threading.Thread(target=lambda: [batches.put(1) for _ in range(1000)]).start()\n"
     "for _ in range(60): batches.get(); step()",
     "catches its end": "while True:\n    try: step()\n    except BaseException: continue",
-    "optimizers in turn": "for _ in range(6):\n"
-    "    optimizer = torch.optim.AdamW(layer.parameters())\n    for _ in range(4): step()",
     "another optimizer leads": "step()\n"
     "first, optimizer = optimizer, torch.optim.SGD(layer.parameters(), lr=0.1)\n"
     "for _ in range(60): step()",
+    "waits for a spawned child": "import multiprocessing\n"
+    "def train(results):\n    for _ in range(60): results.put(step())\n    results.put('end')\n"
+    "if __name__ == '__main__':\n"
+    "    spawn = multiprocessing.get_context('spawn')\n    results = spawn.Queue()\n"
+    "    spawn.Process(target=train, args=[results]).start()\n"
+    "    while results.get() != 'end': pass\n",
     "trains in a forked child": "import os\nchild = os.fork()\n"
     "if child:\n    os.waitpid(child, 0)\nelse:\n    for _ in range(60): step()",
 }
@@ -247,33 +225,21 @@ UNPLANNED = {
 @pytest.mark.parametrize("loop", UNPLANNED)
 def test_scripts_that_nobody_planned_for(loop, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("labutils.tools.diagnose.script.END_WITHIN_S", 1.0)
     watched = watch(script(tmp_path, STEPS + UNPLANNED[loop]), FEW)
     assert watched.exit_code == 0 and watched.evidence.step_ms > 0
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_parent_that_waits_for_a_spawned_child_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("labutils.tools.diagnose.script.END_WITHIN_S", 1.0)
-    text = (
-        f"import multiprocessing\n{STEPS}\n"
-        "def train(results):\n    for _ in range(60): results.put(step())\n    results.put('end')\n"
-        "if __name__ == '__main__':\n"
-        "    spawn = multiprocessing.get_context('spawn')\n    results = spawn.Queue()\n"
-        "    spawn.Process(target=train, args=[results]).start()\n"
-        "    while results.get() != 'end': pass\n"
-    )
-    began = time.monotonic()
-    assert watch(script(tmp_path, text), FEW).exit_code == 0
-    assert time.monotonic() - began < 60
 
 
 # ------------------------------------------------------------------------------------- the command
 
 
 def test_the_command_prints_and_keeps_what_was_recorded(tmp_path, capsys):
-    kept = tmp_path / "kept"
+    kept, last = tmp_path / "kept", tmp_path / "last"
     words = ["--warmup", "2", "--timed", "5", "--steps", "2", "--folder", str(kept), "--json"]
-    assert cli.main(["diagnose", *words, "--", *script(tmp_path, FIFTY)]) == 0
+    text = f"{FIFTY}    open({str(last)!r}, 'w').write(str(n))"
+    assert cli.main(["diagnose", *words, "--keep-going", "--", *script(tmp_path, text)]) == 0
+    assert last.read_text() == "49"
     found = json.loads(capsys.readouterr().out)
     assert sum(found["budget_ms"].values()) == pytest.approx(found["step_ms"])
     (trace,) = kept.glob("trace-*.json")
