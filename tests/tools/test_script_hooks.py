@@ -76,11 +76,6 @@ def test_without_a_mask_the_rows_ends_tell_it(ids, useful):
     assert facts.of_batch([ids])["useful"] == useful
 
 
-def test_pictures_have_no_tokens():
-    assert "tokens" not in facts.of_batch((torch.rand(4, 3, 8, 8), torch.arange(4)))
-    assert facts.of_batch(["a", 3]) == {}
-
-
 def seen(action):
     watched = calls.Calls()
     watched.resume()
@@ -123,13 +118,3 @@ def test_a_message_below_the_loggers_level_writes_nothing(tmp_path):
     logger.addHandler(logging.FileHandler(tmp_path / "log"))
     assert seen(lambda: logger.info("not told")) == {}
     assert [what for _, _, what in seen(lambda: logger.warning("told"))] == ["Logger._log"]
-
-
-def test_another_profiler_is_left_alone():
-    watched, other = calls.Calls(), lambda *_: None
-    sys.setprofile(other)
-    try:
-        with watched.paused():
-            assert sys.getprofile() is other
-    finally:
-        sys.setprofile(None)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from labutils.profiling.call_stacks import enclosing, own_time
+from labutils.profiling.call_stacks import Slice, enclosing, own_time
 from labutils.profiling.intervals import Lookup, total, union
 from labutils.profiling.kernel_categories import category_of
 from labutils.profiling.trace import COMPUTES_NOTHING, Trace, Wait, category_of_copy
@@ -79,11 +79,20 @@ class PieceTrace(Trace):
         self.blocks: dict[tuple[int | None, float], float] = {}
         super().__init__(events, path)
         self.typed.sort(key=lambda operator: (operator.start, -operator.end))
-        if not any(mark.name == "optimizer" for mark in self.annotations):  # PyTorch's own marks
-            self.annotations = [
-                mark._replace(name="optimizer") if mark.name.startswith("Optimizer.step#") else mark
-                for mark in self.annotations
-            ]
+        if not any(mark.name == "optimizer" for mark in self.annotations):
+            self.annotations = [self._update_of(mark) for mark in self.annotations]
+
+    def _update_of(self, mark: Slice) -> Slice:
+        """PyTorch's own mark of an optimizer's step, as the update that it holds: behind what a
+        closure computes in it (PyTorch Lightning trains so), and to the end of the recorded step,
+        which may be called from inside of it. Other marks stay as they are."""
+        if not mark.name.startswith("Optimizer.step#"):
+            return mark
+        backward = (other.end for other in self.annotations if other.name == "backward")
+        starts = [end for end in backward if mark.start < end < mark.end]
+        ends = [end for start, end in self.step_windows if start <= mark.start < end]
+        start, end = max([mark.start, *starts]), min([mark.end, *ends])
+        return mark._replace(start=start, end=end, name="optimizer")
 
     def _keep(self, event: dict[str, Any], start: float, end: float) -> None:
         if end < start:  # a damaged event

@@ -7,13 +7,11 @@ subtracted. What is inside one C call, such as a flush to the disk, isn't slowed
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -50,22 +48,13 @@ class Calls:
     def resume(self) -> None:
         sys.setprofile(self._on_event)
 
-    def pause(self) -> None:
-        if sys.getprofile() == self._on_event:
-            sys.setprofile(None)
-        self.open.clear()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """No call is watched meanwhile. Another profiler, such as cProfile, is left alone."""
+    def pause(self) -> bool:
+        """Whether calls were watched. Another profiler, such as cProfile, is left alone."""
         watching = sys.getprofile() == self._on_event
         if watching:
             sys.setprofile(None)
-        try:
-            yield
-        finally:
-            if watching:
-                self.resume()
+            self.open.clear()
+        return watching
 
     def rows(self, steps: int) -> list[dict[str, Any]]:
         """The totals as rows: `kind`, `place`, `what`, times `per_step` and `ms` a step."""

@@ -65,7 +65,7 @@ def of_optimizer(optimizer: Any) -> dict[str, Any]:
     first, form = optimizer.param_groups[0], ""
     if "fused" in first:
         fused, foreach = first["fused"], first.get("foreach")
-        by_default = fused is None and foreach is None and parameters[0].is_cuda
+        by_default = fused is None and foreach is None and any(p.is_cuda for p in parameters)
         form = "fused" if fused else "foreach" if foreach or by_default else "loop"
     return {
         "name": type(optimizer).__name__,

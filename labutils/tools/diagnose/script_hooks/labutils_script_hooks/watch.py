@@ -60,7 +60,7 @@ class Watch:
         self.idle_from = 0.0
         self.from_idle_ms: list[float] = []
         self.now: Counter[str] = Counter()
-        """Of this step so far: `data_ms`, `fetch_cpu_ms`, `batches`, `backwards`, `closures`."""
+        """Of this step so far: `data_ms`, `fetch_cpu_ms`, `batches`, `backwards`."""
         self.counts: list[Counter[str]] = []
         self.batches: list[dict[str, Any]] = []
         self.loaders: Any = weakref.WeakKeyDictionary()  # iterator -> its DataLoader
@@ -70,8 +70,7 @@ class Watch:
         self.calls = calls.Calls()
         self.sync_lines: Counter[str] = Counter()
         self.syncs_watched = contextlib.ExitStack()
-        self.update_mark = contextlib.ExitStack()
-        self.inside_data = self.inside_backward = self.inside_closure = False
+        self.inside_data = self.inside_backward = False
 
     # ----------------------------------------------------------------------------------- hooks
 
@@ -83,7 +82,6 @@ class Watch:
         from torch.optim import optimizer
 
         self.torch = torch
-        optimizer.register_optimizer_step_pre_hook(self._before_update)
         optimizer.register_optimizer_step_post_hook(self._after_update)
         atexit.register(self._stop)
         os.register_at_fork(after_in_child=self._after_fork)
@@ -123,8 +121,7 @@ class Watch:
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.inside_backward:  # an activation checkpoint, which has a backward pass inside
             return original(*args, **kwargs)
-        if self.now["closures"] <= 1:  # a closure that is called again has the same batch again
-            self.now["backwards"] += 1
+        self.now["backwards"] += 1
         self.inside_backward = True
         try:
             with self.torch.profiler.record_function("backward"):
@@ -143,60 +140,25 @@ class Watch:
         if self.inside_data:  # a dataset that reads from a loader of its own
             return original(iterator)
         self.inside_data = True
-        with self.calls.paused():
-            wall, busy = time.perf_counter(), time.thread_time()
-            try:
-                batch = original(iterator)
-            finally:
-                self.inside_data = False
-                self.now["data_ms"] += 1e3 * (time.perf_counter() - wall)
-                self.now["fetch_cpu_ms"] += 1e3 * (time.thread_time() - busy)
-            self.now["batches"] += 1
-            if self.stage in (Stage.SKIPPED, Stage.WATCHED) and len(self.batches) < MOST_BATCHES:
-                with contextlib.suppress(
-                    Exception
-                ):  # another kind of batch must not end the script
-                    self.batches.append(facts.of_batch(batch))
-            if (loader := self.loaders.get(iterator)) is not None:
-                self.loader = {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory}
+        watching = self.calls.pause()
+        wall, busy = time.perf_counter(), time.thread_time()
+        try:
+            batch = original(iterator)
+        finally:
+            self.inside_data = False
+            self.now["data_ms"] += 1e3 * (time.perf_counter() - wall)
+            self.now["fetch_cpu_ms"] += 1e3 * (time.thread_time() - busy)
+        self.now["batches"] += 1
+        if self.stage in (Stage.SKIPPED, Stage.WATCHED) and len(self.batches) < MOST_BATCHES:
+            with contextlib.suppress(Exception):  # another kind of batch must not end the script
+                self.batches.append(facts.of_batch(batch))
+        if (loader := self.loaders.get(iterator)) is not None:
+            self.loader = {"num_workers": loader.num_workers, "pin_memory": loader.pin_memory}
+        if watching:
+            self.calls.resume()
         return batch
 
-    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._mark_update()
-        if callable(kwargs.get("closure")):
-            return args, kwargs | {"closure": self._counted(kwargs["closure"])}
-        if len(args) > 1 and callable(args[1]):
-            return (args[0], self._counted(args[1]), *args[2:]), kwargs
-        return None
-
-    def _counted(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure by which an optimizer computes the loss, counted, and no part of the update.
-
-        It is wrapped again where an optimizer hands it to another one; the outermost counts.
-        """
-
-        @functools.wraps(closure)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.inside_closure:
-                return closure(*args, **kwargs)
-            self.now["closures"] += 1
-            self.update_mark.close()
-            self.inside_closure = True
-            try:
-                return closure(*args, **kwargs)
-            finally:
-                self.inside_closure = False
-                self._mark_update()
-
-        return counted
-
-    def _mark_update(self) -> None:
-        self.update_mark.close()
-        if self.stage is Stage.PROFILED:
-            self.update_mark.enter_context(self.torch.profiler.record_function("optimizer"))
-
     def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.update_mark.close()
         if self.stage is Stage.DONE:
             if not self.given["keep_going"]:  # the script has caught its end
                 raise SystemExit(0)
@@ -217,7 +179,8 @@ class Watch:
         if self.leader() is None or (self.silent > SILENT and self.stage is Stage.SKIPPED):
             self.silent = 0
             self.leader = weakref.ref(optimizer)
-            self.on_gpu = optimizer.param_groups[0]["params"][0].is_cuda
+            groups = optimizer.param_groups
+            self.on_gpu = any(p.is_cuda for group in groups for p in group["params"])
             self.note.add(on_gpu=self.on_gpu)
             if not self.on_gpu:
                 self.plan[Stage.FROM_IDLE] = 0
