@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-WIDE = "--hidden 4096 --depth 6 --batch 1024 --in-memory"
+WIDE = "--hidden 4096 --depth 6 --batch 1024 --keep-batches"
 UNPINNED = "--keep-batches --batch 512 --width 32768 --hidden 512 --precision bf16"
 TUNED = "--hidden 8192 --depth 6 --batch 1024 --keep-batches --pin --precision bf16"
 PADDED = "--pad max_length --width 1024 --layers 6 --batch 128 --length 256 --bf16"

@@ -30,23 +30,6 @@ class Pictures(Dataset):
         return torch.randn(self.width, generator=generator), index % 10
 
 
-class Remembered(Dataset):
-    """The same pictures, read once."""
-
-    def __init__(self, pictures):
-        self.rows = torch.stack([pixels for pixels, _ in pictures])
-        self.labels = torch.tensor([label for _, label in pictures])
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index], self.labels[index]
-
-    def __getitems__(self, indices):
-        return list(zip(self.rows[indices], self.labels[indices], strict=True))
-
-
 class Scales(nn.Module):
     """A long chain of operations that each do next to nothing."""
 
@@ -76,7 +59,6 @@ def parsed():
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--decode-ms", type=float, default=0.0)
-    parser.add_argument("--in-memory", action="store_true")
     parser.add_argument("--keep-batches", action="store_true")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=256)
@@ -101,11 +83,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
     pictures = Pictures(1024, options.width, options.decode_ms)
     loader = DataLoader(
-        Remembered([pictures[index] for index in range(1024)]) if options.in_memory else pictures,
-        options.batch,
-        shuffle=True,
-        drop_last=True,
-        pin_memory=options.pin,
+        pictures, options.batch, shuffle=True, drop_last=True, pin_memory=options.pin
     )
     loader = list(loader) if options.keep_batches else loader
     folder = tempfile.mkdtemp()

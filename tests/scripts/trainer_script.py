@@ -33,18 +33,14 @@ class Collator:
         self.pad, self.longest = pad, longest
 
     def __call__(self, rows):
-        length = (
-            self.longest if self.pad == "max_length" else max(len(row["input_ids"]) for row in rows)
-        )
+        longest = max(len(row["input_ids"]) for row in rows)
+        length = self.longest if self.pad == "max_length" else longest
         ids = torch.full((len(rows), length), PAD)
         for place, row in enumerate(rows):
             ids[place, : len(row["input_ids"])] = row["input_ids"]
         mask = (ids != PAD).long()
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "labels": torch.where(mask == 1, ids, -100),
-        }
+        labels = torch.where(mask == 1, ids, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def main():
@@ -59,39 +55,23 @@ def main():
     parser.add_argument("--use_cpu", action="store_true")
     options = parser.parse_args()
 
-    words = 1000
+    words, head = 1000, {"n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
+    size = {"n_positions": options.length, "n_embd": options.width, "n_layer": options.layers}
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=words,
-            n_positions=options.length,
-            n_embd=options.width,
-            n_layer=options.layers,
-            n_head=4,
-            bos_token_id=1,
-            eos_token_id=1,
-        )
-    )
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=words, **size, **head))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             max_steps=options.max_steps,
             per_device_train_batch_size=options.batch,
-            logging_steps=50,
             bf16=options.bf16,
             use_cpu=options.use_cpu,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
-        texts = Texts(2048, words)
-        Trainer(
-            model,
-            arguments,
-            train_dataset=texts,
-            data_collator=Collator(options.pad, options.length),
-        ).train()
-    print("the trainer is done")
+        collator = Collator(options.pad, options.length)
+        Trainer(model, arguments, train_dataset=Texts(2048, words), data_collator=collator).train()
 
 
 if __name__ == "__main__":

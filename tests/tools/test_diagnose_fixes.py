@@ -10,7 +10,6 @@ from gpu_steps import Steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.recipe import STOCK
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
 from labutils.tools.diagnose.product_rates import Rates
@@ -29,13 +28,12 @@ from labutils.tools.diagnose.trace_pieces import PieceTrace, queue_of
 CONFIG = {"threads": 1, "cuda_available": True, "world_size": 1, "launch_blocking": False}
 CONFIG |= {"anomaly": False, "matmul_tf32": False, "cudnn_tf32": True}
 CONFIG |= {"peak_gb": 2.0, "memory_gb": 80.0}
-ADAMW = {"name": "AdamW", "tensors": 25, "bytes": 1e6, "foreach": None, "takes_fused": True}
+ADAMW = {"name": "AdamW", "tensors": 25, "form": "fused"}
 BF16 = "sm80_xmma_gemm_bf16bf16_bf16f32_f32"
 
 
 def batch(**changes):
-    facts = {"examples": 32, "bytes": 1e6, "pinned": False, "num_workers": 2, "pin_memory": False}
-    return facts | changes
+    return {"examples": 32, "bytes": 1e6, "pinned": False} | changes
 
 
 def of_steps(steps: Steps, data_ms=0.0, config=(), **changes) -> Evidence:
@@ -47,13 +45,13 @@ def of_steps(steps: Steps, data_ms=0.0, config=(), **changes) -> Evidence:
         "data_ms": [data_ms] * 5,
         "host_step_ms": [],
         "backwards": 1.0,
-        "closures": 0.0,
-        "batches_per_step": 1.0,
+        "batches": 1.0,
         "fetch_cpu_ms": data_ms,
         "calls": [],
         "sync_lines": {},
-        "batches": [batch()],
-        "optimizer": ADAMW | {"fused": True},
+        "loader": {"num_workers": 2, "pin_memory": False},
+        "batch_facts": [batch()],
+        "optimizer": ADAMW,
         "config": CONFIG | dict(config),
     }
     return replace(sources.of_record(record | changes, trace), rates=Rates("cuda", here=False))
@@ -128,16 +126,10 @@ def test_tiny_kernels():
     assert found.budget[budget.LAUNCH] + found.budget[budget.HOST] > 0.7 * found.evidence.step_ms
 
 
-@pytest.mark.parametrize(
-    ("name", "saves"),
-    [
-        ("cutlass_80_simt_sgemm_128x128", 1 - 1 / 12),
-        ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn", 0.45),
-    ],
-)
-def test_float32_products(name, saves):
-    steps = three(lambda s: products(s, name=name, types=("float",) * 2))
-    assert diagnose(of_steps(steps)).fix("precision").gain == pytest.approx(saves, abs=0.08)
+def test_float32_products():
+    steps = three(lambda s: products(s, name="cutlass_80_simt_sgemm", types=("float",) * 2))
+    gain = diagnose(of_steps(steps)).fix("precision").gain
+    assert gain == pytest.approx(1 - 1 / 12, abs=0.08)
 
 
 def small_kernels(blocks):
@@ -146,12 +138,12 @@ def small_kernels(blocks):
 
 def test_batches_of_one_that_fill_a_part_of_the_gpu():
     one = [batch(examples=1)]
-    fix = diagnose(of_steps(small_kernels(0.1), batches=one)).worth_it[0]
+    fix = diagnose(of_steps(small_kernels(0.1), batch_facts=one)).worth_it[0]
     assert (fix.name, fix.per) == ("batch size", "example")
     assert fix.gain == pytest.approx(1 - 1 / 8, abs=0.05)
-    full = diagnose(of_steps(small_kernels(8), batches=one))
+    full = diagnose(of_steps(small_kernels(8), batch_facts=one))
     assert full.fix("batch size").gain < 0.1
-    no_room = of_steps(small_kernels(0.1), batches=one, config={"peak_gb": 70.0})
+    no_room = of_steps(small_kernels(0.1), batch_facts=one, config={"peak_gb": 70.0})
     assert diagnose(no_room).fix("batch size") is None
 
 
@@ -197,8 +189,8 @@ def waiting(steps):
     [(0, 0.5, 1, True), (0, 5.0, 1, False), (0, 5.0, 8, True), (1, 5.0, 16, True)],
 )
 def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
-    batches = [batch(num_workers=workers)]
-    evidence = of_steps(three(waiting), 5.0, batches=batches, fetch_cpu_ms=fetch_cpu_ms)
+    loader = {"num_workers": workers, "pin_memory": False}
+    evidence = of_steps(three(waiting), 5.0, loader=loader, fetch_cpu_ms=fetch_cpu_ms)
     fix = fixes.workers(replace(evidence, cores=cores))
     assert (fix.gain > 0.5) == helps
     assert evidence.budget[budget.DATA] == pytest.approx(5.0, rel=0.1)
@@ -206,8 +198,8 @@ def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
 
 def test_padding():
     padded = [batch(tokens=1000, useful=300)]
-    assert diagnose(of_steps(small_kernels(8), batches=padded)).worth_it[0].name == "padding"
-    short = diagnose(of_steps(small_kernels(0.1), batches=padded))
+    assert diagnose(of_steps(small_kernels(8), batch_facts=padded)).worth_it[0].name == "padding"
+    short = diagnose(of_steps(small_kernels(0.1), batch_facts=padded))
     assert short.fix("padding").gain < 0.1  # as short with fewer tokens
 
 
@@ -220,8 +212,7 @@ def test_an_optimizer_in_a_loop():
             steps.launch(gpu=2, host=10)
         steps.marked("optimizer", began)
 
-    facts = ADAMW | {"fused": None, "foreach": False}
-    found = diagnose(of_steps(three(body), optimizer=facts))
+    found = diagnose(of_steps(three(body), optimizer=ADAMW | {"form": "loop"}))
     assert found.fix("optimizer").gain > 0.3 and found.budget[budget.OPTIMIZER] > 0
 
 
@@ -248,7 +239,6 @@ def test_what_is_computed_again():
     [
         ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn", "float", "tf32"),
         ("cutlass_80_tensorop_s1688gemm_128x256", "float", "tf32"),
-        ("ampere_fp16_s1688gemm_fp16_256x128", "c10::Half", "fp16"),
         ("cutlass_80_simt_sgemm_128x128", "float", "fp32"),
         ("nvjet_tst_128x256_64x4_gemm", "c10::BFloat16", "bf16"),
     ],
@@ -272,14 +262,6 @@ def test_a_traced_queue_has_the_traces_waits_and_reasons():
     assert [p.product for p in pieces if p.product] == [Product(4096, 4096, 4096, 1, "bf16")] * 2
 
 
-def test_a_queue_without_waits_saves_what_they_took():
-    waits = Queue(tuple(Piece("GEMM", 0.05, 0.01, waits=READ) for _ in range(100)))
-    assert waits.step_ms == pytest.approx(6.0, rel=0.01)
-    after = waits.each(lambda piece: piece.but(waits=""))
-    assert waits.gain(after) == pytest.approx(1 / 6, abs=0.01)
-    assert after.gain(waits) == 0
-
-
 @pytest.mark.parametrize("step_ms", [2.0, 6.0])
 def test_the_host_is_fitted_to_a_step_that_it_decides(step_ms):
     traced = queue_of(PieceTrace(three(tiny_kernels).trace_events()))
@@ -292,12 +274,11 @@ def test_where_kernels_decide_the_idle_start_tells_the_hosts_time():
     assert host == pytest.approx(0.1, rel=0.05)
 
 
-@pytest.mark.parametrize("data_ms", [0.0, 20.0, 50.0])
-@pytest.mark.parametrize("off", [0.98, 1.0, 1.02])
-def test_a_host_that_waits_within_the_step_is_told_by_no_time(data_ms, off):
+@pytest.mark.parametrize("off", [0.98, 1.02])
+def test_a_host_that_waits_within_the_step_is_told_by_no_time(off):
     """For data, and at the end for the device: it would take as long however fast it was."""
     kernels = [Piece("GEMM", 0.1, 0.03) for _ in range(1000)]
-    ends = replace(kernels[0], data_ms=data_ms), replace(kernels[-1], waits=READ)
+    ends = replace(kernels[0], data_ms=20.0), replace(kernels[-1], waits=READ)
     traced = Queue((ends[0], *kernels[1:-1], ends[1]))
     lasts = traced.lasts_ms(TRACED_HOST)
     host = fitted(traced, off * lasts, off * lasts).total("host_ms")
@@ -333,7 +314,6 @@ def evidences(draw):
     queue, step_ms = draw(queues), draw(st.floats(0.5, 100))
     device, queue = "cpu" if queue.takes_turns else "cuda", fitted(queue, step_ms)
     loaders = [None, Loader(0, 1.0), Loader(4, 2.0, True, fetch_cpu_ms=0.1)]
-    recipes = [None, STOCK, STOCK.but(precision="fp32", accumulation=1)]
     return Evidence(
         source="any",
         device=device,
@@ -351,8 +331,7 @@ def evidences(draw):
         padding=draw(st.one_of(st.none(), st.floats(0, 1))),
         recomputed=draw(st.floats(0, 1)),
         memory_gb=draw(st.sampled_from([None, (10.0, 80.0), (79.0, 80.0)])),
-        recipe=draw(st.sampled_from(recipes)),
-        workload=draw(st.sampled_from(["", "sd15-lora", "qwen3-lora-long"])),
+        held_in_format=draw(st.booleans()),
     )
 
 

@@ -4,11 +4,15 @@
     diagnosis.budget                      share of time -> milliseconds; they add up to the step
     diagnosis.fixes[0].name, .gain        ranked, each with its predicted gain by itself
 
-Which script is watched: `script` runs it, with `script_hooks` in its process. What is measured:
-`evidence`, made by `sources` of a script's record, a trace (`trace_pieces`) or a recipe; `budget`
-shares the step's time out. What is predicted: `fixes`, by replaying the step's queue of work with
-one thing changed, and `product_rates`. What is said: `report`. `ablations` measures what was
-predicted on the course's own loop. These may import training and what is below it, and no lab.
+    script           runs a training script; `script_hooks` go into its process, and leave a record
+    sources          a record with its trace, or a trace alone (`trace_pieces`) -> `evidence`
+    budget           shares the step's time out
+    fixes            the rules: each replays the step's queue of work (`step_queue`) with one thing
+                     changed; `product_rates` measures what products take in another format
+    report           the diagnosis in words
+    ablations        measures predicted gains on the course's own loop
+
+These may import training and what is below it, and no lab.
 """
 
 from __future__ import annotations

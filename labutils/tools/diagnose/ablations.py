@@ -17,33 +17,34 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import torch
 
 from labutils.profiling import cuda
-from labutils.profiling.machine import default_device
+from labutils.profiling.machine import machine_facts
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.tools.diagnose import Fix, diagnose, report
 from labutils.tools.diagnose.evidence import Evidence
-from labutils.tools.diagnose.sources import of_recipe
+from labutils.tools.diagnose.sources import log_ms_of, of_record
 from labutils.tools.diagnose.trace_pieces import PieceTrace
 from labutils.training import Benchmark, Trainer
 from labutils.training.model_edits import with_epoch_rate
 from labutils.workloads.base import Workload
 
 START = "start"
-AT_ONCE = 4
-"""So many recipes stand side by side with the start, each with a model and its activations."""
 CLOSE = 0.2
 """A predicted step that is off by no more has come true."""
 TESTS = 0.05
 """A fix that neither saves so much nor was predicted to is no test of a prediction."""
 TRACED = 2
+PER = {"step": "", "useful token": " a useful token", "example": " an example"}
 
 
 def ablations(
@@ -51,73 +52,93 @@ def ablations(
     start: Recipe,
     steps: int = 5,
     rounds: int | None = None,
-    only: Iterable[str] | None = None,
+    only: Collection[str] = (),
 ) -> Run:
-    """Diagnose `start` on `workload`, then measure every fix that is a knob against it.
+    """Diagnose `start` on `workload`, then measure the fixes named in `only` against it, all side
+    by side with it, each with a model and its activations.
 
-    only: names of the fixes to measure (default: all). The run's metrics: `fixes`, `fixes_telling`
-    (those that test a prediction), `fixes_close`, `median_off`, the diagnosis in words (`told`),
-    and `each` fix's row, see `_row`. Raises `RuntimeError` where the start can't be trained.
+    The run's metrics: `fixes`, `fixes_telling` (those that test a prediction), `fixes_close`,
+    `median_off`, the diagnosis in words (`told`), and `each` fix's row, see `_row`. Raises
+    `RuntimeError` where the start can't be trained.
     """
-    device = workload.device.type
     with Benchmark(workload, same_batches=workload.steps_vary) as bench:
         run = bench.compare({START: start}, max(steps, TRACED + 1), rounds=1)[START]
         if not run.ok:
             raise RuntimeError(f"The start can't be trained here: {run.status}.")
         diagnosis = diagnose(_evidence(bench, with_epoch_rate(run, workload)))
-        asked = [f for f in diagnosis.fixes if f.changes and (only is None or f.name in only)]
-        recipes, why = recipes_of(start, asked, device)
-        names = list(recipes)
-        groups = [names[at : at + AT_ONCE] for at in range(0, len(names), AT_ONCE)]
-        pairs = _measure(bench, start, groups[0], recipes, steps, rounds) if groups else {}
-    for group in groups[1:]:
-        with Benchmark(workload, same_batches=workload.steps_vary) as bench:
-            pairs |= _measure(bench, start, group, recipes, steps, rounds)
-    each = {fix.name: _row(fix, pairs.get(fix.name), why.get(fix.name, "")) for fix in asked}
-    tests = [row for row in each.values() if is_test(row)]
-    offs = [abs(row["off"]) for row in tests]
-    metrics = {"fixes": len(each), "fixes_telling": len(tests)}
+        asked = [
+            replace(fix, changes=knobs(fix, start, workload.name))
+            for fix in diagnosis.fixes
+            if fix.name in only
+        ]
+        recipes, why = recipes_of(start, asked, workload.device.type)
+        runs = bench.compare({START: start} | recipes, steps, rounds) if recipes else {}
+    runs = {name: with_epoch_rate(run, workload) for name, run in runs.items()}
+    each = {}
+    for fix in asked:
+        pair = (runs[START], runs[fix.name]) if fix.name in recipes else None
+        each[fix.name] = _row(fix, pair, why.get(fix.name, ""))
+    offs = [abs(row["off"]) for row in each.values() if is_test(row)]
+    metrics = {"fixes": len(each), "fixes_telling": len(offs)}
     metrics["fixes_close"] = sum(off <= CLOSE for off in offs)
     metrics |= {"median_off": statistics.median(offs)} if offs else {}
     return Run("", "", metrics=metrics | {"told": report.text(diagnosis), "each": each})
 
 
 def _evidence(bench: Benchmark, run: Run) -> Evidence:
-    candidate = bench.candidates[START]
-    wait, idle_starts = candidate.steps_to_settle, 3
+    """The start's evidence: its run, timed without the profiler, and a trace of some steps, told as
+    the hooks tell a script's."""
+    candidate, recipe = bench.candidates[START], Recipe(**run.recipe)
+    on_gpu = bench.workload.device.type == "cuda"
+    from_idle_ms = [_from_idle_ms(candidate.trainer) for _ in range(3)] if on_gpu else []
+    wait, timed = candidate.steps_to_settle, slice(None)
     if bench.same_batches:  # the traced batches are those behind the first, which warms up
-        wait, idle_starts = 0, TRACED
-        run = _of_steps(run, slice(1, 1 + TRACED))
         candidate.rewind(candidate.steps_to_drain)
-        candidate.trainer.step()
-    from_idle = None
-    if default_device() == "cuda":
-        from_idle = _host_ms(candidate.trainer, idle_starts)
-    if bench.same_batches:
-        candidate.rewind(candidate.steps_to_drain)
+        wait, timed = 0, slice(1, 1 + TRACED)
     with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
         options = {"with_stack": False, "wait": wait, "with_shapes": True, "kind": PieceTrace}
         trace = profile(candidate.trainer, TRACED, folder, **options)
-    return of_recipe(run, trace, from_idle)
+    step_ms, data_ms = run.samples["step_ms"][timed], run.samples["data_ms"][timed]
+    slowed = max(1.0, trace.wall_ms / trace.steps / statistics.median(step_ms))  # by the profiler
+    writes = {"kind": "write", "place": "labutils/training/logs.py", "what": "", "per_step": 1.0}
+    synchronous, fused = recipe.logging == "synchronous", recipe.optimizer == "adamw-fused"
+    peak_gb, useful = run.metric("peak_allocated_gb"), run.metric("useful_tokens")
+    texts = {} if useful is None else {"tokens": 1.0, "useful": useful}
+    config = {
+        # Not `allow_tf32`, which raises where the newer of the two settings was used.
+        "matmul_tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "cudnn_tf32": torch.backends.cudnn.conv.fp32_precision == "tf32",
+        "threads": torch.get_num_threads(),
+    }
+    if peak_gb:
+        config |= {"peak_gb": peak_gb, "memory_gb": machine_facts()["gpu_memory_gb"]}
+    record = {
+        "device": bench.workload.device.type,
+        "step_ms": step_ms,
+        "data_ms": data_ms,
+        "host_step_ms": from_idle_ms,
+        "backwards": recipe.accumulation,
+        "batches": recipe.accumulation,
+        "fetch_cpu_ms": None,
+        "calls": [writes | {"ms": log_ms_of(trace) / slowed}] if synchronous else [],
+        "sync_lines": {},
+        "batch_facts": [{"examples": recipe.micro_batch} | texts],
+        "loader": {"num_workers": recipe.num_workers, "pin_memory": recipe.pin_memory},
+        "optimizer": {"name": "AdamW", "form": "fused" if fused else "foreach"},
+        "config": config,
+    }
+    evidence = of_record(record, trace)
+    recomputed = evidence.recomputed if recipe.checkpointing != "off" else 0.0
+    source = f'the recipe "{run.run}"'
+    return replace(evidence, source=source, recomputed=recomputed, held_in_format=True)
 
 
-def _of_steps(run: Run, steps: slice) -> Run:
-    """The run as if it had these of its steps alone, by their mean, as a trace of them has it."""
-    samples = {name: run.samples[name][steps] for name in ("step_ms", "data_ms")}
-    means = {name: statistics.fmean(values) for name, values in samples.items()}
-    return replace(run, metrics=run.metrics | means, samples=samples)
-
-
-def _host_ms(trainer: Trainer, steps: int) -> float:
-    """Milliseconds until the host has given a step's work to an idle GPU: the mean of `steps`."""
-    times = []
-    for _ in range(steps):
-        cuda.synchronize()
-        began = time.perf_counter()
-        trainer.step()
-        times.append(1e3 * (time.perf_counter() - began))
+def _from_idle_ms(trainer: Trainer) -> float:
+    """Milliseconds until the host has given a step's work to an idle GPU."""
     cuda.synchronize()
-    return statistics.fmean(times)
+    began = time.perf_counter()
+    trainer.step()
+    return 1e3 * (time.perf_counter() - began)
 
 
 def recipes_of(
@@ -139,19 +160,18 @@ def recipes_of(
     return recipes, refused
 
 
-def _measure(
-    bench: Benchmark,
-    start: Recipe,
-    names: Iterable[str],
-    recipes: Mapping[str, Recipe],
-    steps: int,
-    rounds: int | None,
-) -> dict[str, tuple[Run, Run]]:
-    """Fix -> (the start's run in the same rounds, its own)."""
-    chosen = {name: recipes[name] for name in names}
-    runs = bench.compare({START: start, **chosen}, steps, rounds)
-    runs = {name: with_epoch_rate(run, bench.workload) for name, run in runs.items()}
-    return {name: (runs[START], runs[name]) for name in chosen}
+def knobs(fix: Fix, start: Recipe, workload: str) -> dict[str, Any]:
+    """The fields of the start that make a fix; {} where it is no knob of a recipe."""
+    if fix.name == "batch size" and fix.changes:
+        merged = fix.changes["batches_merged"]
+        accumulation = max(1, start.accumulation // merged)
+        return {"micro_batch": merged * start.micro_batch, "accumulation": accumulation}
+    if fix.name == "caching" and workload.startswith("sd15"):
+        return {"cache": "latents+text", "num_workers": 0, "persistent_workers": False}
+    if fix.name == "padding":
+        budget = max(2048, 1024 * start.micro_batch)
+        return {"shapes": "packed", "micro_batch": 1, "token_budget": budget}
+    return fix.changes
 
 
 def _row(fix: Fix, pair: tuple[Run, Run] | None, why: str) -> dict[str, Any]:
@@ -179,19 +199,13 @@ def is_test(row: Mapping[str, Any]) -> bool:
 def round_costs(run: Run, per: str = "step") -> list[float]:
     """Milliseconds a step, by the host's clock, in each round of a run.
 
-    per: "example", or "useful token" by the share of an epoch's tokens that are useful, instead.
+    per: "useful token" divides by the round's tokens, and the share of an epoch's that are useful.
     """
     walls = run.samples["wall_ms"]
-    if per == "step":
+    if per != "useful token":
         return list(walls)
-    if per == "example":
-        return [wall / Recipe(**run.recipe).examples_per_step for wall in walls]
-    tokens, useful = run.samples["tokens"], run.metrics["useful_tokens"]
-    count = len(tokens) // len(walls)
-    return [
-        wall / (useful * statistics.fmean(tokens[turn * count : (turn + 1) * count]))
-        for turn, wall in enumerate(walls)
-    ]
+    rounds = np.reshape(run.samples["tokens"], (len(walls), -1))
+    return list(np.divide(walls, run.metrics["useful_tokens"] * rounds.mean(axis=1)))
 
 
 def fix_table(loops: Mapping[str, Run]) -> pd.DataFrame:
@@ -201,8 +215,7 @@ def fix_table(loops: Mapping[str, Run]) -> pd.DataFrame:
             "loop": loop,
             "fix": name,
             "what changes": ", ".join(f"{knob}={new}" for knob, new in row["changes"].items()),
-            "predicted": f"{row['predicted']:.0%}"
-            + ("" if row["per"] == "step" else f" a {row['per']}"),
+            "predicted": f"{row['predicted']:.0%}" + PER[row["per"]],
             "measured": _with_range(row),
             "step off by": "" if row["off"] is None else f"{row['off']:+.0%}",
         }
@@ -225,13 +238,13 @@ def look_table(loops: Mapping[str, Run]) -> pd.DataFrame:
     """One row a loop: the measured fix that was ranked first, the best one, and what each saved."""
     rows = []
     for loop, run in loops.items():
-        each = run.metrics.get("each", {})
-        saved = {name: row["measured"] for name, row in each.items() if row["measured"] is not None}
-        if not saved:
+        each = pd.DataFrame.from_dict(run.metrics.get("each", {}), orient="index")
+        if each.empty or each["measured"].isna().all():
             continue
-        first = max(saved, key=lambda name, each=each: each[name]["predicted"])
-        best = max(saved, key=saved.__getitem__)
-        promised = [gain for name, gain in saved.items() if each[name]["predicted"] >= TESTS]
+        each = each.dropna(subset="measured")
+        saved = each["measured"].astype(float)
+        first, best = each["predicted"].idxmax(), saved.idxmax()
+        promised = saved[each["predicted"] >= TESTS]
         rows.append(
             {
                 "loop": loop,
@@ -239,7 +252,7 @@ def look_table(loops: Mapping[str, Run]) -> pd.DataFrame:
                 "which saved": f"{saved[first]:.0%}",
                 "best": best,
                 "which saves": f"{saved[best]:.0%}",
-                "said to pay, and paid": f"{sum(g >= TESTS for g in promised)} of {len(promised)}",
+                "said to pay, and paid": f"{(promised >= TESTS).sum()} of {len(promised)}",
             }
         )
     return pd.DataFrame(rows)

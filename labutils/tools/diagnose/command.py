@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,12 +34,9 @@ def main(
         if trace is not None:
             evidence = sources.of_trace(trace)
         else:
-            watched = watch(command, stages, keep_going, folder)
-            evidence, exit_code = watched.evidence, watched.exit_code
+            exit_code, evidence = watch(command, stages, keep_going, folder)
     except NoDiagnosis as error:
         return _refuse(str(error), WRONG_USAGE if error.usage else FAILED)
-    except (EOFError, zlib.error, RecursionError, TypeError, KeyError) as error:
-        return _refuse(f"{trace} is damaged, or no trace ({type(error).__name__})", WRONG_USAGE)
     except ValueError as error:
         return _refuse(str(error), WRONG_USAGE)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a diagnosis is based on, made from a watched script, a trace, or a recipe at work.
+"""What a diagnosis is based on, made from a watched script, a recipe at work, or a trace.
 
 What is not known is None or empty, and a rule that needs it has nothing to say.
 """
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labutils.recipe import Recipe
 from labutils.tools.diagnose.product_rates import Rates
 from labutils.tools.diagnose.step_queue import Queue
 
@@ -46,7 +45,7 @@ class Optimizer:
 
     name: str
     form: str
-    tensors: int
+    tensors: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,8 @@ class Evidence:
 
     queue: its pieces of work, the host's time already fitted to `step_ms`. budget: share of time ->
     milliseconds; they add up to `step_ms`. padding: part of the tokens. recomputed: part of the
-    forward pass. memory_gb: (peak, all).
+    forward pass. memory_gb: (peak, all). held_in_format: another precision would be the model's own
+    and no autocast's.
     """
 
     source: str
@@ -77,8 +77,7 @@ class Evidence:
     padding: float | None = None
     recomputed: float = 0.0
     memory_gb: tuple[float, float] | None = None
-    recipe: Recipe | None = None
-    workload: str = ""
+    held_in_format: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from labutils.recipe import Recipe
 from labutils.tools.diagnose.evidence import Evidence, Line
-from labutils.tools.diagnose.step_queue import COPY, READ, TO_DEVICE, Piece, Product, Queue
+from labutils.tools.diagnose.step_queue import COPY, READ, TO_DEVICE, Piece, Queue
 
 
 @dataclass(frozen=True)
 class Fix:
     """`gain`: the predicted share of the step's time saved, 0 to 1; where `per` says so, of the
     time that an example or a useful token takes. `do`: what to type. `sources`: "file:line" of what
-    is to be changed. `changes`: the fields of a `Recipe` that make it, {} where it is no knob."""
+    is to be changed. `changes`: the settings that make it, for `ablations`; {} where there are
+    none."""
 
     name: str
     gain: float
@@ -62,7 +62,7 @@ def workers(e: Evidence) -> Fix | None:
     if e.data_ms <= 1.2 * hand_over and now:
         return None
     fetch = e.data_ms if now == 0 else now * e.step_ms
-    fed_ms = _with_data(e, e.queue, min(hand_over, e.data_ms)).step_ms
+    fed_ms = _with_data(e.queue, min(hand_over, e.data_ms)).step_ms
     # One thread launches, or on a CPU all compute.
     training = e.queue.total("host_ms") + (0.0 if e.on_gpu else e.threads * e.queue.device_ms)
     busy = training + (fetch if own_cpu_ms is None else own_cpu_ms)
@@ -71,29 +71,24 @@ def workers(e: Evidence) -> Fix | None:
     if not steps:
         return None
     chosen = min(n for n, ms in steps.items() if ms <= (1 + NEARLY) * min(steps.values()))
-    limit = "it is the cores that run short"
-    if steps[chosen] == fed_ms:
-        limit = "it is made beside the training, in time"
-    elif steps[chosen] == fetch / chosen:
-        limit = "making it still takes longest"
-    who = "it makes itself" if now == 0 else f"{now} worker{'s make' if now > 1 else ' makes'}"
     return Fix(
         "workers",
         min(1.0, max(0.0, 1 - steps[chosen] / e.queue.step_ms)),
-        f"The loop waits {e.data_ms:.1f} ms a step for data, which {who}; with {chosen} {limit}.",
+        f"The loop waits {e.data_ms:.1f} ms a step for data, with {now} workers. {chosen} workers "
+        f"on {e.cores} cores have it ready for a step of {steps[chosen]:.1f} ms.",
         f"DataLoader(num_workers={chosen}, persistent_workers=True)",
         changes={"num_workers": chosen, "persistent_workers": True},
     )
 
 
-def _with_data(e: Evidence, queue: Queue, ms: float) -> Queue:
+def _with_data(queue: Queue, ms: float) -> Queue:
     """The waits for data take `ms` a step in all."""
-    waits = e.queue.total("data_ms")
+    waits = queue.total("data_ms")
     factor = ms / waits if waits else 0.0
     return queue.each(lambda piece: piece.but(data_ms=factor * piece.data_ms))
 
 
-TO_LINES = (".to()", "to", "Tensor.to", "Tensor.cuda", "aten::to", "aten::copy_", "aten::_to_copy")
+TO_LINES = ("to()", "cuda()", "Tensor.to", "Tensor.cuda", "aten::to", "aten::copy_")
 """What lines call that copy to the GPU, by the hooks' account and by a trace's."""
 PINNED = 0.45
 """How long a copy to the GPU takes from page-locked memory, of what it takes from ordinary memory:
@@ -105,19 +100,18 @@ def pinning(e: Evidence) -> Fix | None:
     waiting = [p for p in e.queue.pieces if p.kind == COPY and p.waits == TO_DEVICE]
     if not e.on_gpu or not waiting:
         return None
-    pinned = bool(e.loader and e.loader.pin_memory)
+    shorter = 1.0 if e.loader and e.loader.pin_memory else PINNED
 
-    def changed(piece: Piece) -> Piece:
+    def pinned(piece: Piece) -> Piece:
         if piece.kind != COPY or piece.waits != TO_DEVICE:
             return piece
-        return piece.but(waits="", ms=piece.ms * (1.0 if pinned else PINNED))
+        return piece.but(waits="", ms=shorter * piece.ms)
 
-    slower = "" if pinned else " From memory that isn't page-locked they are slower, too."
     return Fix(
         "pinning",
-        e.queue.gain(e.queue.each(changed)),
+        e.queue.gain(e.queue.each(pinned)),
         f"{len(waiting) / e.queue.steps:.3g} copies to the GPU a step make the host wait, so that "
-        f"it can't launch ahead.{slower}",
+        "it can't launch ahead.",
         'DataLoader(pin_memory=True) and .to("cuda", non_blocking=True)',
         _places(line for line in e.reads if line.what in TO_LINES),
         {"pin_memory": True, "non_blocking": True},
@@ -128,25 +122,19 @@ def pinning(e: Evidence) -> Fix | None:
 
 
 def syncs(e: Evidence) -> Fix | None:
-    """Values that are read each step: without the waits the host runs ahead of the GPU. On a CPU
-    there is no one to wait for, and nothing is gained."""
-    lines = [line for line in e.reads if line.what not in TO_LINES]
-    reads = [p for p in e.queue.pieces if p.waits == READ] if e.on_gpu else []
-    if (e.on_gpu and not reads) or not (lines or reads):
+    """Values that are read each step: without the waits the host runs ahead of the GPU. (On a CPU
+    there is no one to wait for.)"""
+    reads = [p for p in e.queue.pieces if p.waits == READ]
+    if not e.on_gpu or not reads:
         return None
-    if e.recipe and {p.phase for p in reads} <= {"log"}:
-        return None  # the rule for logs speaks of them
-    gain = 0.0
-    count = sum(line.per_step for line in lines)
-    why = f"{count:.3g} values a step are read. On a CPU that costs nothing; on a GPU each waits."
-    if e.on_gpu:
-        gain = e.queue.gain(e.queue.each(lambda p: p.but(waits="") if p.waits == READ else p))
-        why = (
-            f"The host waits for the GPU {len(reads) / e.queue.steps:.3g} times a step to read "
-            "something; meanwhile it launches nothing."
-        )
-    do = "keep such values on the device, and read them every 50 steps or so"
-    return Fix("syncs", gain, why, do, _places(lines))
+    return Fix(
+        "syncs",
+        e.queue.gain(e.queue.each(lambda p: p.but(waits="") if p.waits == READ else p)),
+        f"The host waits for the GPU {len(reads) / e.queue.steps:.3g} times a step to read "
+        "something; meanwhile it launches nothing.",
+        "keep such values on the device, and read them every 50 steps or so",
+        _places(line for line in e.reads if line.what not in TO_LINES),
+    )
 
 
 TRIFLE = 0.002
@@ -154,28 +142,24 @@ TRIFLE = 0.002
 
 
 def logging(e: Evidence) -> Fix | None:
-    """Writing each step: its time goes, and with a recipe of the course its reads as well."""
-    logged = e.recipe is not None
-    reads = logged and any(p.waits == READ and p.phase == "log" for p in e.queue.pieces)
-    if e.log_ms < TRIFLE * e.step_ms and not reads:
-        return None
-    if e.recipe and e.recipe.logging != "synchronous":
+    """Writing each step: its time goes, and the reads inside of a mark "log" as well."""
+    reading = [p for p in e.queue.pieces if p.waits == READ and p.phase == "log"]
+    if e.log_ms < TRIFLE * e.step_ms and not reading:
         return None
 
     def without(piece: Piece) -> Piece:
-        waits = "" if logged and piece.phase == "log" else piece.waits
-        return piece.but(log_ms=0.0, waits=waits)
+        return piece.but(log_ms=0.0, waits="" if piece.phase == "log" else piece.waits)
 
     lines = [line for line in e.writes if line.ms > 0.02 * e.log_ms]
     what = ", ".join(dict.fromkeys(line.what for line in lines[:3]))
     return Fix(
         "logging",
         e.queue.gain(e.queue.each(without)),
-        f"Writing takes {e.log_ms:.2f} ms a step{f' ({what})' if what else ''}"
-        + (", and reads losses for it." if reads else ", while nothing else is given to do."),
+        f"Writing takes {e.log_ms:.2f} ms a step{f' ({what})' if what else ''}, while nothing else "
+        "is given to do.",
         "write every 50 steps or so, without flushing, or from another thread",
         _places(lines),
-        {"logging": "ring-buffer"} if logged else {},
+        {"logging": "ring-buffer"},
     )
 
 
@@ -186,32 +170,28 @@ GRAPH_GAP_MS = 0.00025
 16,898 kernels."""
 GRAPH_LAUNCH_MS = 0.05
 HOST_DECIDES = 1.05
+FEW_LAUNCHES = 20
 OUTSIDE = ("data", "to_device", "log")
 UPDATE = ("optimizer", "clip")
-HEAVY = ("reduction", "normalisation")
 CASTS = "casts and layout"
+HEAVY = ("reduction", "normalisation")
 MERGED = ("elementwise", CASTS, *HEAVY, "foreach")
-MOST_MERGED = 64
-"""The compiler merges no more than so many operations (torch._inductor.config.max_fusion_size)."""
 
 
 def capture(e: Evidence) -> Fix | None:
     """The whole step as one CUDA graph: kernels, a gap after each, and waits for data remain."""
     launches = len(e.queue.pieces) / e.queue.steps
-    if not e.on_gpu or launches < 20 or e.queue.step_ms < HOST_DECIDES * e.queue.device_ms:
+    host_decides = e.queue.step_ms >= HOST_DECIDES * e.queue.device_ms
+    if not e.on_gpu or launches < FEW_LAUNCHES or not host_decides:
         return None
-    queue = e.queue.each(lambda p: p.but(log_ms=0.0)) if e.recipe else e.queue
-    # A graph needs batches of one shape.
-    fixed = e.recipe and e.recipe.shapes in ("fixed", "padded", "packed")
-    knobs = {"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"}
     return Fix(
         "capture",
-        e.queue.gain(queue.having(captured(queue.pieces))),
+        e.queue.gain(e.queue.having(captured(e.queue.pieces))),
         f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't "
         f"launch {launches:.0f} pieces of work a step any faster.",
         'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph around the whole step; '
         "shapes must be fixed",
-        changes=knobs if fixed or (e.recipe and e.workload.startswith("sd15")) else {},
+        changes={"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"},
     )
 
 
@@ -219,23 +199,29 @@ def captured(pieces: Sequence[Piece]) -> list[Piece]:
     """One piece for each stretch between two waits for data or writings: the host launches once,
     and nothing waits inside. (Left apart, its kernels would fill the queue, and the host would wait
     for room in it.)"""
-    stretches: list[list[Piece]] = []
-    for piece in pieces:
-        if piece.data_ms or piece.log_ms or not stretches:
-            stretches.append([])
-        stretches[-1].append(piece)
     graphs = []
-    for first, *rest in stretches:
-        ms = sum(piece.ms + GRAPH_GAP_MS for piece in (first, *rest) if piece.ms)
+    for stretch in _stretches(pieces, lambda _, piece: bool(piece.data_ms or piece.log_ms)):
+        first = stretch[0]
+        ms = sum(piece.ms + GRAPH_GAP_MS for piece in stretch if piece.ms)
         graph = Piece("other", ms, GRAPH_LAUNCH_MS, first.phase)
         graphs.append(graph.but(data_ms=first.data_ms, log_ms=first.log_ms))
     return graphs
 
 
+def _stretches(pieces: Sequence[Piece], apart: Callable[[Piece, Piece], bool]) -> list[list[Piece]]:
+    """The pieces in order, cut wherever two neighbours stand `apart`."""
+    stretches: list[list[Piece]] = []
+    for piece in pieces:
+        if not stretches or apart(stretches[-1][-1], piece):
+            stretches.append([])
+        stretches[-1].append(piece)
+    return stretches
+
+
 def compiling(e: Evidence) -> Fix | None:
     """torch.compile: neighbouring operations that only pass over tensors become one."""
     before = len(e.queue.pieces) / e.queue.steps
-    if (e.recipe and e.recipe.compile != "off") or (not e.queue.takes_turns and before < 20):
+    if e.on_gpu and before < FEW_LAUNCHES:
         return None
     after = e.queue.having(merged(e.queue.pieces))
     left = len(after.pieces) / e.queue.steps
@@ -255,24 +241,19 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Each run of neighbours that a compiler merges becomes one piece, or as many as it has
     reductions, norms, and half as many as casts and copies: those of weights are next to others by
     chance. It takes as long as the longest of them, or as all of those together."""
-    left: list[Piece] = []
-    run: list[Piece] = []
-    for piece in pieces:
-        mergeable = piece.kind in MERGED and piece.phase not in (*OUTSIDE, *UPDATE, "encode")
-        waited = piece.data_ms or piece.log_ms or (run and run[-1].waits)
-        if run and (
-            not mergeable or waited or piece.phase != run[0].phase or len(run) == MOST_MERGED
-        ):
-            left += _one_kernel(run)
-            run = []
-        if mergeable:
-            run.append(piece)
-        else:
-            left.append(piece)
-    return left + _one_kernel(run)
+    runs = _stretches(pieces, lambda last, piece: not _merge(last, piece))
+    return [kernel for run in runs for kernel in _kernels(run)]
 
 
-def _one_kernel(run: list[Piece]) -> list[Piece]:
+def _merge(last: Piece, piece: Piece) -> bool:
+    """Whether a compiler makes one kernel of two neighbours."""
+    alike = last.phase == piece.phase and {last.kind, piece.kind} <= set(MERGED)
+    waits = last.waits or piece.data_ms or piece.log_ms
+    return alike and not waits and piece.phase not in (*OUTSIDE, *UPDATE, "encode")
+
+
+def _kernels(run: list[Piece]) -> list[Piece]:
+    """What a compiler makes of neighbours that it merges."""
     if len(run) < 2:
         return run
     heavy, casts = (sum(p.kind in kinds for p in run) for kinds in (HEAVY, (CASTS,)))
@@ -291,33 +272,32 @@ def _one_kernel(run: list[Piece]) -> list[Piece]:
 def precision(e: Evidence) -> Fix | None:
     """Products in another format: each of the step's own sizes takes as much less as was measured.
 
-    Autocast also casts what goes into them; a recipe of this course holds the frozen weights in it,
-    so that whatever is bound by memory moves half the bytes.
+    Autocast also casts what goes into them. Where the model is held in the format instead, whatever
+    is bound by memory moves half the bytes.
     """
     mine = [p for p in e.queue.pieces if format_of(e, p) in ("fp32", "tf32")]
-    if not mine or (e.recipe and e.recipe.precision != "fp32"):
+    if not mine:
         return None
     gains = {}
     for dtype in ("tf32", "bf16") if e.on_gpu else ("bf16",):
-        ratios = _ratios(e, mine, dtype)
-        after = e.queue.each(lambda p, d=dtype, r=ratios: _in_format(e, p, d, r))
-        gains[dtype] = e.queue.gain(after)
-    best = "bf16" if e.recipe else max(gains, key=gains.__getitem__)
+        # The longest first, as the time to measure products in is short.
+        for piece in sorted(mine, key=lambda p: -p.ms):
+            _in_format(e, piece, dtype)
+        gains[dtype] = e.queue.gain(e.queue.each(lambda p, d=dtype: _in_format(e, p, d)))
+    best = "bf16" if e.held_in_format else max(gains, key=gains.__getitem__)
     share = sum(p.ms for p in mine) / e.queue.steps / e.queue.step_ms
     do = {
         "tf32": 'torch.set_float32_matmul_precision("high")',
         "bf16": f'with torch.autocast("{e.device}", torch.bfloat16): around forward pass and loss',
     }
     others = "".join(f" ({d} alone: {gain:.0%})" for d, gain in gains.items() if d != best)
-    why = f"and this machine does those sizes faster in {best}{others}."
-    if gains[best] <= 0.005:
-        why = "and no other format is faster for them here."
     return Fix(
         "precision",
         gains[best],
-        f"Products in float32 take {share:.0%} of the step, {why}",
+        f"Products in float32 take {share:.0%} of the step; the fastest format for those sizes is "
+        f"{best if gains[best] > 0.005 else 'float32'}{others}.",
         do[best],
-        changes={"precision": "bf16"} if e.recipe else {},
+        changes={"precision": best},
     )
 
 
@@ -325,53 +305,28 @@ def format_of(e: Evidence, piece: Piece) -> str:
     """What a product, convolution or attention computes in; "" for all else, or if not known."""
     if piece.kind not in ("GEMM", "thin GEMM", "convolution", "attention"):
         return ""
-    if piece.dtype in ("bf16", "fp16", "tf32"):
-        return piece.dtype
-    if piece.dtype != "fp32":
-        return "fp32" if e.recipe and e.recipe.precision == "fp32" else ""
     key = "cudnn_tf32" if piece.kind == "convolution" else "matmul_tf32"
-    return "tf32" if e.on_gpu and e.config.get(key) else "fp32"
+    return "tf32" if piece.dtype == "fp32" and e.on_gpu and e.config.get(key) else piece.dtype
 
 
-Ratios = dict[tuple[Product | None, str], float]
-"""(product, its format) -> how many times as long it takes in another one."""
-
-
-def _ratios(e: Evidence, mine: Sequence[Piece], dtype: str) -> Ratios:
-    """The ratios in `dtype`; those first that take most, as the time to measure them is short."""
-    weight: Ratios = {}
-    for piece in mine:
-        key = piece.product, format_of(e, piece)
-        weight[key] = weight.get(key, 0.0) + piece.ms
-    ratios: Ratios = {}
-    for product, own in sorted(weight, key=lambda key: -weight[key]):
-        if own == "tf32" and dtype == "tf32":
-            ratios[product, own] = 1.0
-        elif product is None:
-            ratios[product, own] = e.rates.large(own, dtype)
-        else:
-            ratios[product, own] = e.rates.ratio(product.in_format(own), dtype)
-    return ratios
-
-
-def _in_format(e: Evidence, piece: Piece, dtype: str, ratios: Ratios) -> Piece:
-    own = format_of(e, piece)
-    if own in ("fp32", "tf32"):
-        casts = 0.0
-        if dtype == "bf16" and piece.product and not e.recipe:
-            casts = _casts_ms(e, piece, piece.product)
-        return piece.but(ms=piece.ms * ratios[piece.product, own] + casts)
-    halved = e.recipe and dtype == "bf16" and piece.kind != COPY and piece.phase not in UPDATE
-    return piece.scaled(0.5) if halved else piece
-
-
-def _casts_ms(e: Evidence, piece: Piece, product: Product) -> float:
-    """What autocast adds to a product: its weight cast in the forward pass, its weight's gradient
-    cast back in the backward pass, which has two products for that one."""
-    if piece.phase != "backward":
-        return e.rates.cast_ms(product.k * product.n, written=2 * product.k * product.n)
-    weight = product.n * max(product.m, product.k)
-    return e.rates.cast_ms(weight, written=4 * weight) / 2
+def _in_format(e: Evidence, piece: Piece, dtype: str) -> Piece:
+    """The piece with its product in another format, its casts included."""
+    own, product = format_of(e, piece), piece.product
+    if own not in ("fp32", "tf32"):
+        moved = dtype == "bf16" and piece.kind != COPY and piece.phase not in UPDATE
+        return piece.scaled(0.5) if moved and e.held_in_format else piece
+    if product is None:
+        return piece.scaled(e.rates.large(own, dtype))
+    casts_ms = 0.0
+    if dtype == "bf16" and not e.held_in_format:
+        # Autocast reads four bytes a number and writes two. The weight is cast in the forward pass,
+        # and its gradient back in the backward pass, which has two products for that one.
+        weight = product.k * product.n
+        if piece.phase == "backward":
+            weight = product.n * max(product.m, product.k) / 2
+        casts_ms = e.rates.moved_ms(6 * weight)
+    ratio = e.rates.ratio(product.in_format(own), dtype)
+    return piece.but(ms=ratio * piece.ms + casts_ms)
 
 
 FEW = 4
@@ -385,8 +340,8 @@ def batch(e: Evidence) -> Fix | None:
     fill a part of the GPU fill more of it. With accumulation, its micro-batches are merged, and the
     step stays what it was."""
     merging = e.accumulation >= 1.5
-    if not merging and (e.recipe or e.examples is None or e.examples > FEW):
-        return None  # with a recipe, another number of examples a step is another training
+    if not merging and (e.examples is None or e.examples > FEW):
+        return None
     factor = round(e.accumulation) if merging else LARGER
     peak, whole = e.memory_gb or (0.0, 1.0)
     while factor > 1 and peak * factor > MEMORY * whole:  # too careful: weights don't grow
@@ -400,24 +355,14 @@ def batch(e: Evidence) -> Fix | None:
             return piece if merging else piece.scaled(1 / factor, 1 / factor)
         return piece.but(ms=grown_ms(e, piece, factor)).scaled(1 / factor, 1 / factor)
 
-    changes: dict[str, Any] = {}
-    if e.recipe:
-        micro_batch, accumulation = e.recipe.micro_batch, e.recipe.accumulation
-        changes["micro_batch"] = micro_batch * factor
-        changes["accumulation"] = max(1, accumulation // factor)
-    device, small = "GPU" if e.on_gpu else "processor", "A micro-batch"
-    if e.examples:
-        small = f"A batch of {e.examples} example{'s' if e.examples != 1 else ''}"
-    than = f"{factor} times as many take less each."
-    if merging:
-        than = f"{factor} merged take less than one after the other."
+    device, size = "GPU" if e.on_gpu else "processor", e.examples or "few"
     return Fix(
         "batch size",
         e.queue.gain(e.queue.each(part)),
-        f"{small} doesn't fill the {device}: {than}",
-        f"DataLoader(batch_size={(e.examples or 1) * factor})"
-        + (", and less accumulation" if merging else ""),
-        changes=changes,
+        f"Batches of {size} examples don't fill the {device}: {factor} times as many take less "
+        "time each.",
+        f"{factor} times the batch size" + (", and less accumulation" if merging else ""),
+        changes={"batches_merged": factor} if merging else {},
         per="step" if merging else "example",
     )
 
@@ -480,7 +425,7 @@ def checkpointing(e: Evidence) -> Fix | None:
 
 def padding(e: Evidence) -> Fix | None:
     """Without padding: as many useful tokens in fewer."""
-    if not e.padding or (e.recipe and e.recipe.shapes == "packed"):
+    if not e.padding:
         return None
     useful = 1 - e.padding
 
@@ -493,17 +438,9 @@ def padding(e: Evidence) -> Fix | None:
         e.queue.gain(e.queue.each(shorter)),
         f"{e.padding:.0%} of the tokens are padding, and are computed on like the others.",
         "batch texts of like length, pad to the batch's longest only, or pack several in a row",
-        changes=_packed(e.recipe, e.workload) if e.recipe else {},
+        changes={"shapes": "packed"},
         per="useful token",
     )
-
-
-def _packed(recipe: Recipe, workload: str) -> dict[str, Any]:
-    """The knobs that pack a recipe's texts; {} where its layers keep no examples apart in a row."""
-    if recipe.layers != "rewritten" or not workload.startswith(("qwen", "gpt", "llava")):
-        return {}
-    budget = max(2048, 1024 * recipe.micro_batch)
-    return {"shapes": "packed", "micro_batch": 1, "token_budget": budget}
 
 
 # -------------------------------------------------------------------------------------- the update
@@ -527,7 +464,7 @@ def optimizer(e: Evidence) -> Fix | None:
     def fused(piece: Piece) -> Piece:
         if piece.phase == "optimizer":
             return piece.scaled(FUSED_TRAFFIC, factor).but(waits="")
-        return piece.but(waits="") if piece.phase == "clip" and e.recipe else piece
+        return piece
 
     return Fix(
         "optimizer",
@@ -539,29 +476,21 @@ def optimizer(e: Evidence) -> Fix | None:
     )
 
 
-CACHES = {"sd15": "latents+text", "llava": "features"}
-"""What a frozen encoder is asked once, by the beginning of the workload's name."""
-
-
 def caching(e: Evidence) -> Fix | None:
-    """Recipes of this course: what frozen encoders answer is kept, and no picture is decoded."""
-    cache = next((kind for name, kind in CACHES.items() if e.workload.startswith(name)), None)
+    """What frozen encoders answer is kept, in loops that mark them as "encode"; then no picture is
+    decoded either."""
     spent = e.queue.total("ms", "encode")
-    if e.recipe is None or cache is None or e.recipe.cache != "nothing" or not spent:
+    if not spent:
         return None
-    changes: dict[str, Any] = {"cache": cache}
-    data_ms = e.data_ms
-    if cache == "latents+text":
-        data_ms = min(e.data_ms, HAND_OVER_MS * e.accumulation)
-        changes |= {"num_workers": 0, "persistent_workers": False}
-    gone = {"kind": "other", "ms": 0.0, "host_ms": 0.0, "waits": "", "product": None}
-    kept = e.queue.each(lambda p: p.but(**gone) if p.phase == "encode" else p)
+    batches = e.loader.batches if e.loader else 1.0
+    fed = _with_data(e.queue, min(e.data_ms, HAND_OVER_MS * batches))
+    kept = fed.each(lambda p: p.scaled(0, 0).but(waits="") if p.phase == "encode" else p)
     return Fix(
         "caching",
-        e.queue.gain(_with_data(e, kept, data_ms)),
+        e.queue.gain(kept),
         f"Frozen encoders take {spent:.1f} ms a step, and answer the same each epoch.",
         "encode every example once, and train on what was kept",
-        changes=changes,
+        changes={"cache": "features"},
     )
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from labutils.tools.diagnose import WORTH, Diagnosis, Fix
-from labutils.tools.diagnose.budget import HOW_READ
+from labutils.tools.diagnose import WORTH, Diagnosis
 
 WIDTH = 110
 BAR = 24
@@ -20,9 +19,9 @@ SMALL = 0.005
 
 def text(diagnosis: Diagnosis) -> str:
     """What `labutils diagnose` prints."""
-    return "\n".join(
-        [*_head(diagnosis), "", *_budget(diagnosis), "", *_fixes(diagnosis), *_notes(diagnosis)]
-    )
+    parts = _head(diagnosis), _budget(diagnosis), _fixes(diagnosis), _small_fixes(diagnosis)
+    notes = ("\n".join(_wrapped(f"Note: {note}", "", "  ")) for note in diagnosis.evidence.notes)
+    return "\n\n".join([*filter(None, map("\n".join, parts)), *notes])
 
 
 def _head(diagnosis: Diagnosis) -> Iterator[str]:
@@ -34,49 +33,34 @@ def _head(diagnosis: Diagnosis) -> Iterator[str]:
 
 
 def _budget(diagnosis: Diagnosis) -> Iterator[str]:
-    step_ms = diagnosis.evidence.step_ms
+    step_ms, budget = diagnosis.evidence.step_ms, diagnosis.budget
+    large = {name: ms for name, ms in budget.items() if ms >= SMALL * step_ms}
+    rest = sum(budget.values()) - sum(large.values())
     yield "Where it goes"
-    rest = 0.0
-    for name, ms in diagnosis.budget.items():
-        if ms < SMALL * step_ms:
-            rest += ms
-            continue
+    for name, ms in (large | ({"smaller ones": rest} if rest > 0 else {})).items():
         share = ms / step_ms
-        told = f"  ({HOW_READ[name]})" if name in HOW_READ else ""
-        bar = "#" * round(BAR * share)
-        yield f"  {name:<30} {ms:9.2f} ms {share:5.0%}  {bar:<{BAR}}{told}".rstrip()
-    if rest:
-        yield f"  {'smaller ones':<30} {rest:9.2f} ms {rest / step_ms:5.0%}"
+        yield f"  {name:<30} {ms:9.2f} ms {share:5.0%}  {'#' * round(BAR * share)}".rstrip()
 
 
 def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
     if not diagnosis.worth_it:
         yield f"No fix is predicted to save {WORTH:.0%} or more of the step."
-    else:
-        yield "What to change first (each gain by itself; they don't add up)"
+        return
+    yield "What to change first (each gain by itself; they don't add up)"
     for place, fix in enumerate(diagnosis.worth_it, 1):
-        one = f"an {fix.per}" if fix.per[0] in "aeio" else f"a {fix.per}"
-        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time {one} takes, as predicted"
+        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time per {fix.per}, as predicted"
         yield from _wrapped(fix.reason)
-        yield from _wrapped(f"-> {fix.do}") if fix.do else ()
-        yield from _wrapped(f"at {', '.join(fix.sources)}") if fix.sources else ()
+        yield from _wrapped(f"-> {fix.do}")
+        if fix.sources:
+            yield from _wrapped(f"at {', '.join(fix.sources)}")
+
+
+def _small_fixes(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.not_worth_it:
-        yield ""
         yield f"Looked at, and predicted to save less than {WORTH:.0%}"
-        for fix in diagnosis.not_worth_it:
-            yield from _wrapped(
-                f"{fix.name} ({fix.gain:.1%}): {fix.reason}{_at(fix)}", "  ", "    "
-            )
-
-
-def _at(fix: Fix) -> str:
-    return f" ({', '.join(fix.sources)})" if fix.sources else ""
-
-
-def _notes(diagnosis: Diagnosis) -> Iterator[str]:
-    for note in diagnosis.evidence.notes:
-        yield ""
-        yield from _wrapped(f"Note: {note}", "", "  ")
+    for fix in diagnosis.not_worth_it:
+        places = f" ({', '.join(fix.sources)})" if fix.sources else ""
+        yield from _wrapped(f"{fix.name} ({fix.gain:.1%}): {fix.reason}{places}", "  ", "    ")
 
 
 def _wrapped(words: str, first: str = "     ", others: str = "     ") -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -60,11 +60,9 @@ class Stages:
         return self.warmup + self.timed + self.profiled + (6 if on_gpu else 3)
 
 
-@dataclass(frozen=True)
-class Watched:
-    """A script that was watched: its command, its exit code, and what is known of its steps."""
+class Watched(NamedTuple):
+    """A script's exit code, and what is known of its steps."""
 
-    command: Sequence[str]
     exit_code: int
     evidence: Evidence
 
@@ -84,17 +82,20 @@ def watch(
     with _working_folder(folder) as working:
         settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
         exit_code = _run(command, settings, working)
-        notes = [_read(path) for path in sorted(working.glob("process-*.json"), key=_age)]
-        records = sorted(working.glob("record-*.json"), key=_age)
+        notes = [_read(path) for path in _files(working, "process")]
+        records = _files(working, "record")
         if not records:
             raise NoDiagnosis(_why(command, exit_code, notes, stages))
         trace = working / records[0].name.replace("record", "trace")
         if not trace.exists():
-            errors = [note["error"] for note in notes if "error" in note]
-            why = errors[0] if errors else "no trace was written"
+            why = next((note["error"] for note in notes if "error" in note), "no trace was written")
             raise NoDiagnosis(f"The script ran, and {why}. Turn that off for the diagnosis.")
-        evidence = of_record(_read(records[0]), PieceTrace.read(trace))
-        return Watched(command, exit_code, evidence)
+        return Watched(exit_code, of_record(_read(records[0]), PieceTrace.read(trace)))
+
+
+def _files(working: Path, kind: str) -> list[Path]:
+    """The hooks' files of one kind, the oldest first."""
+    return sorted(working.glob(f"{kind}-*.json"), key=_age)
 
 
 def _age(path: Path) -> float:
@@ -103,10 +104,11 @@ def _age(path: Path) -> float:
 
 @contextmanager
 def _working_folder(folder: Path | None) -> Iterator[Path]:
+    """`folder` without an earlier script's files, or else one that is removed afterwards."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for pattern in ("process-*.json", "record-*.json", "trace-*.json"):
-            for old in folder.glob(pattern):
+        for kind in ("process", "record", "trace"):
+            for old in _files(folder, kind):
                 old.unlink()
         yield folder.resolve()
         return
@@ -147,14 +149,12 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
             f"labutils diagnose -- python {' '.join(command)}",
             usage=True,
         ) from None
-    measured_at = None
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(0.5)
-            if measured_at is None and not settings["keep_going"]:
-                measured_at = next(map(_age, working.glob("record-*.json")), None)
-            if measured_at is not None and time.time() - measured_at > END_WITHIN_S:
+            measured = [] if settings["keep_going"] else _files(working, "record")
+            if measured and time.time() - _age(measured[0]) > END_WITHIN_S:
                 _end(process)
                 return 0
     except KeyboardInterrupt:  # the script got it as well; what was measured counts
@@ -167,9 +167,9 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
 def _end(process: subprocess.Popen) -> None:
     """End the command and everything that it has started."""
     with contextlib.suppress(psutil.Error):
-        for each in psutil.Process(process.pid).children(recursive=True):
+        for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                each.kill()
+                child.kill()
     process.kill()
     process.wait()
 
@@ -192,16 +192,15 @@ def _why(
         return f"The script {ended}, and could not be profiled: {error}."
     if exit_code != 0:
         failed = [note for note in notes if "failed" in note]
-        said = "What it said of itself is above."
+        error = "What it said of itself is above."
         if failed:  # the last one: a launcher starts before it
-            said = f"Its last error: {failed[-1]['failed']} ({short(failed[-1]['failed_at'])})."
+            error = f"Its last error: {failed[-1]['failed']} ({short(failed[-1]['failed_at'])})."
         cure = f"Cure that first, by running it alone: {shlex.join(command)}"
-        return f"The script failed: it {ended} before its steps were profiled. {said} {cure}"
+        return f"The script failed: it {ended} before its steps were profiled. {error} {cure}"
     if not notes:
         return (
-            f"The script {ended}, and no Python process was seen in it, or one that was told to "
-            "ignore its environment (python -I, -E or -S). Type the command that starts the "
-            "training: labutils diagnose -- python train.py"
+            f"The script {ended}, and no Python process was seen in it, or one that ignores its "
+            "environment (python -I, -E or -S). Type the command that starts the training."
         )
     if not any(note.get("torch") for note in notes):
         if any(note.get("torch_loaded") for note in notes):
@@ -215,9 +214,8 @@ def _why(
             "A step that is replayed from a CUDA graph as a whole isn't seen: diagnose the loop "
             "before it was captured."
         )
-    least = Stages(1, 3, 1)
+    least = Stages(1, 3, 1).needed(on_gpu)
     return (
         f"The script {ended} after {steps} optimizer steps, and {stages.needed(on_gpu)} are "
-        f"needed. Let it take more, or give --warmup 1 --timed 3 --steps 1, which needs "
-        f"{least.needed(on_gpu)}."
+        f"needed. Let it take more, or give --warmup 1 --timed 3 --steps 1, which needs {least}."
     )

@@ -1,18 +1,16 @@
-"""Evidence from a trace, a watched script's record, or a recipe of the course at work."""
+"""Evidence from a trace, or from a watched script's record and trace."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from labutils.profiling.intervals import difference, total, union
-from labutils.profiling.machine import default_device, machine_facts, usable_cores
+from labutils.profiling.machine import default_device, usable_cores
 from labutils.profiling.trace import Trace
-from labutils.recipe import Recipe
-from labutils.results.records import Run
 from labutils.tools.diagnose import budget
 from labutils.tools.diagnose.evidence import Evidence, Line, Loader, Optimizer
 from labutils.tools.diagnose.product_rates import Rates
@@ -25,9 +23,13 @@ def of_trace(path: str | Path) -> Evidence:
 
     Raises `FileNotFoundError`, or `ValueError` where the file is no trace.
     """
-    trace = PieceTrace.read(path)
-    step_ms, log_ms = trace.wall_ms / trace.steps, _log_ms(trace)
-    queue = fitted(queue_of(trace, log_ms=log_ms), step_ms, untold=1.0)
+    try:
+        trace = PieceTrace.read(path)
+        step_ms, log_ms = trace.wall_ms / trace.steps, log_ms_of(trace)
+        queue = fitted(queue_of(trace, log_ms=log_ms), step_ms, untold=1.0)
+    except (RecursionError, TypeError, KeyError, AttributeError) as error:
+        words = f"{path} is damaged, or no trace ({type(error).__name__})."
+        raise ValueError(words) from error
     evidence = _of(f"the trace {Path(path).name}", trace, step_ms, queue, None, log_ms)
     note = "Times are the trace's own: the profiler makes the host slower than it is."
     return replace(
@@ -35,75 +37,48 @@ def of_trace(path: str | Path) -> Evidence:
         rates=Rates(evidence.device, here=not trace.on_gpu or default_device() == "cuda"),
         data_ms=total(trace.phase_time.get("data", [])) / trace.steps,
         accumulation=max(1.0, trace.calls_of("backward")),
-        recomputed=trace.recomputed(),
+        reads=_waiting_lines(trace),
         notes=(note,),
+    )
+
+
+def _waiting_lines(trace: Trace) -> tuple[Line, ...]:
+    return tuple(
+        Line(
+            row["where"] if "line" in row else row.get("phase", "no stack recorded"),
+            row.get("builtin") or row.get("cause") or row.get("call", ""),
+            row["per_step"],
+            row["ms_per_step"],
+        )
+        for row in trace.sync_table()
     )
 
 
 def of_record(record: Mapping[str, Any], trace: PieceTrace) -> Evidence:
     """Evidence of a watched script: what the hooks wrote down, and its profiled steps' trace."""
-    config, batches = record["config"], record["batches"]
+    config, batches = record["config"], record["batch_facts"]
     step_ms, data_ms = statistics.median(record["step_ms"]), statistics.median(record["data_ms"])
-    writing = sum(row["ms"] for row in record["calls"] if row["kind"] == "write")
-    log_ms = min(writing, max(0.0, step_ms - data_ms))
+    writes = _lines(record, "write")
+    log_ms = min(sum(line.ms for line in writes), max(0.0, step_ms - data_ms))
     from_idle = statistics.median(record["host_step_ms"]) if record["host_step_ms"] else None
     if not trace.on_gpu:  # the disk may have taken longer in the watched steps than in those timed
         log_ms = min(log_ms, max(0.0, step_ms - data_ms - queue_of(trace, 0.0).device_ms))
     queue = fitted(queue_of(trace, data_ms, log_ms), step_ms, from_idle)
     examples = [batch["examples"] for batch in batches if "examples" in batch]
-    counted = [batch for batch in batches if batch.get("tokens")]
-    useful, tokens = (sum(batch[key] for batch in counted) for key in ("useful", "tokens"))
+    useful, tokens = (sum(batch.get(key, 0) for batch in batches) for key in ("useful", "tokens"))
     return replace(
         _of("the script", trace, step_ms, queue, data_ms, log_ms),
         threads=config["threads"],
         accumulation=max(1.0, record["backwards"]),
         examples=round(statistics.median(examples)) if examples else None,
         reads=_reads(record),
-        writes=_lines(record, "write"),
+        writes=writes,
         loader=_loader(record),
-        optimizer=_optimizer(record["optimizer"], record["device"]),
-        padding=1 - useful / tokens if counted else None,
-        recomputed=trace.recomputed(),
+        optimizer=Optimizer(**record["optimizer"]),
+        padding=1 - useful / tokens if tokens else None,
         memory_gb=(config["peak_gb"], config["memory_gb"]) if "peak_gb" in config else None,
         config=config,
         notes=_notes(record),
-    )
-
-
-def of_recipe(run: Run, trace: PieceTrace, from_idle_ms: float | None = None) -> Evidence:
-    """Evidence of a recipe at work: its run, timed without the profiler, and a trace of some steps.
-
-    from_idle_ms: the host's time for a step that begins with an idle GPU.
-    """
-    recipe, machine = Recipe(**run.recipe), run.machine or machine_facts()
-    step_ms = run.metric("step_ms") or 0.0
-    data_ms = min(run.metric("data_ms") or 0.0, 0.999 * step_ms)
-    log_ms = 0.0
-    if recipe.logging == "synchronous":
-        slowed = max(1.0, trace.wall_ms / trace.steps / step_ms)  # by the profiler
-        log_ms = min(_log_ms(trace) / slowed, step_ms - data_ms)
-    queue = fitted(queue_of(trace, data_ms, log_ms), step_ms, from_idle_ms)
-    useful, peak_gb = run.metric("useful_tokens"), run.metric("peak_allocated_gb")
-    config = _settings()
-    return replace(
-        _of(f'the recipe "{run.run}"', trace, step_ms, queue, data_ms, log_ms),
-        threads=config["threads"],
-        accumulation=recipe.accumulation,
-        examples=recipe.micro_batch,
-        loader=Loader(
-            num_workers=recipe.num_workers,
-            batches=recipe.accumulation,
-            pin_memory=recipe.pin_memory,
-        ),
-        optimizer=Optimizer(
-            "AdamW", "fused" if recipe.optimizer == "adamw-fused" else "foreach", 0
-        ),
-        padding=None if useful is None else 1 - useful,
-        recomputed=trace.recomputed() if recipe.checkpointing != "off" else 0.0,
-        memory_gb=(peak_gb, machine["gpu_memory_gb"]) if peak_gb else None,
-        recipe=recipe,
-        workload=run.workload,
-        config=config,
     )
 
 
@@ -120,17 +95,6 @@ def _of(
     shares = budget.of_cpu(queue, step_ms)
     if trace.on_gpu:
         shares = budget.of_gpu(trace, queue, step_ms, data_ms, log_ms)
-    # On a CPU reading a tensor waits for nothing.
-    rows = trace.sync_table() if trace.on_gpu else trace.sync_table(trace.host_reads())
-    reads = tuple(
-        Line(
-            f"{row['where']}" if "line" in row else row.get("phase", "") or "no stack recorded",
-            row.get("builtin") or row.get("cause") or row.get("call", ""),
-            row["per_step"],
-            row["ms_per_step"],
-        )
-        for row in rows
-    )
     return Evidence(
         source=source,
         device=device,
@@ -141,11 +105,11 @@ def _of(
         data_ms=data_ms or 0.0,
         log_ms=log_ms,
         cores=usable_cores(),
-        reads=reads,
+        recomputed=trace.recomputed(),
     )
 
 
-def _log_ms(trace: Trace) -> float:
+def log_ms_of(trace: Trace) -> float:
     """Milliseconds a step in marks "log", without the host's waits for the device there."""
     waits = union((wait.start, wait.end) for wait in trace.waits)
     return total(difference(trace.phase_time.get("log", []), waits)) / trace.steps
@@ -159,78 +123,46 @@ def _lines(record: Mapping[str, Any], kind: str) -> tuple[Line, ...]:
 
 def _reads(record: Mapping[str, Any]) -> tuple[Line, ...]:
     """The lines that read tensors or wait. On a GPU PyTorch's own warnings know of more."""
-    seen = _lines(record, "read")
-    reading, copying = ({line.place for line in lines} for lines in (seen, _lines(record, "to")))
-    warned = [(short(place), count) for place, count in record["sync_lines"].items()]
-    return seen + tuple(
-        Line(place, ".to()" if place in copying else "", count)
-        for place, count in warned
+    reads = _lines(record, "read")
+    reading, copying = ({line.place for line in lines} for lines in (reads, _lines(record, "to")))
+    warned = {short(place): count for place, count in record["sync_lines"].items()}
+    return reads + tuple(
+        Line(place, "to()" if place in copying else "", count)
+        for place, count in warned.items()
         if place not in reading
     )
 
 
 def short(place: str) -> str:
     """ "file:line" with the file as seen from the current folder, where it is inside it."""
-    file, _, line = place.rpartition(":")
-    try:
-        return f"{Path(file).relative_to(Path.cwd())}:{line}"
-    except (ValueError, OSError):
-        return place
+    return place.removeprefix(f"{Path.cwd()}/")
 
 
 def _loader(record: Mapping[str, Any]) -> Loader | None:
-    batches: Sequence[Mapping[str, Any]] = record["batches"]
-    settings = next((batch for batch in batches if "num_workers" in batch), None)
-    if settings is None:
+    """The last DataLoader that gave a batch; None where none did."""
+    batches, settings = record["batch_facts"], record["loader"]
+    if not settings or not batches:
         return None
     return Loader(
         num_workers=settings["num_workers"],
-        batches=record["batches_per_step"],
+        batches=record["batches"],
         pin_memory=settings["pin_memory"] or any(batch.get("pinned") for batch in batches),
         bytes=statistics.fmean(batch.get("bytes", 0) for batch in batches),
         fetch_cpu_ms=record["fetch_cpu_ms"] if settings["num_workers"] == 0 else None,
     )
 
 
-def _optimizer(facts: Mapping[str, Any], device: str) -> Optimizer:
-    form = ""
-    if facts["takes_fused"]:
-        default = facts["fused"] is None and facts["foreach"] is None
-        grouped = facts["foreach"] or (default and device == "cuda")
-        form = "fused" if facts["fused"] else "foreach" if grouped else "loop"
-    return Optimizer(facts["name"], form, facts["tensors"])
-
-
 def _notes(record: Mapping[str, Any]) -> tuple[str, ...]:
-    config, name, closures = record["config"], record["optimizer"]["name"], record["closures"]
-    notes = {
-        "There is a GPU here, and the script trains on the CPU: move model and batches to it.": (
-            config["cuda_available"] and record["device"] == "cpu"
-        ),
-        "CUDA_LAUNCH_BLOCKING=1 is set: every launch waits for its kernel. Unset it.": config[
-            "launch_blocking"
-        ],
-        "Anomaly detection is on: it records a stack for every operator. Turn it off.": config[
-            "anomaly"
-        ],
-        f"One of {config['world_size']} processes was watched, the one of rank 0.": (
-            config["world_size"] > 1
-        ),
-        f"{name} calls its closure {closures:.3g} times a step: these passes are its own, and no "
-        "micro-batches.": closures >= 1.5,
-        "No DataLoader was seen: time that reading data takes counts as the host's.": (
-            not record["batches"]
-        ),
-    }
-    return tuple(words for words, applies in notes.items() if applies)
-
-
-def _settings() -> dict[str, Any]:
-    import torch
-
-    return {
-        # Not `allow_tf32`, which raises where the newer of the two settings was used.
-        "matmul_tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
-        "cudnn_tf32": torch.backends.cudnn.conv.fp32_precision == "tf32",
-        "threads": torch.get_num_threads(),
-    }
+    """What is odd about the script, or not known of it."""
+    config, notes = record["config"], []
+    if config.get("cuda_available") and record["device"] == "cpu":
+        notes += ["There is a GPU here, and the script trains on the CPU: move model and batches."]
+    if config.get("launch_blocking"):
+        notes += ["CUDA_LAUNCH_BLOCKING=1 is set: every launch waits for its kernel. Unset it."]
+    if config.get("anomaly"):
+        notes += ["Anomaly detection is on: it records a stack for every operator. Turn it off."]
+    if (processes := config.get("world_size", 1)) > 1:
+        notes += [f"One of {processes} processes was watched, the one of rank 0."]
+    if not record["batch_facts"]:
+        notes += ["No DataLoader was seen: time that reading data takes counts as the host's."]
+    return tuple(notes)

@@ -16,11 +16,11 @@ from labutils_script_hooks import calls
 
 
 class ProcessNote:
-    """One process: its command, whether it imported PyTorch, its steps, its error."""
+    """One process: whether it imported PyTorch, its steps, its error."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.pid = folder, os.getpid()
-        self.facts: dict[str, Any] = {"argv": list(getattr(sys, "orig_argv", sys.argv))}
+        self.facts: dict[str, Any] = {}
         self.write()
         atexit.register(self._write_the_end)
 

@@ -46,7 +46,7 @@ class WhenImported(importlib.abc.MetaPathFinder):
 
 
 def prepare(settings: str) -> None:
-    """Leave word that a Python process is here, and watch PyTorch's steps once it is imported.
+    """Write a note that a Python process is here, and watch PyTorch's steps once it is imported.
 
     settings: JSON, see `watch.Watch`.
     """
