@@ -371,7 +371,9 @@ def save_adapter(
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as beside:
         weights = {PEFT_PREFIX + key: tensor for key, tensor in state.items()}
-        save_file(weights, Path(beside) / WEIGHTS_FILE, {"format": "pt"})
+        # The weights' file says alpha too: a save that is cut off between two files shows.
+        header = {"format": "pt", "alpha": str(config.lora_alpha)}
+        save_file(weights, Path(beside) / WEIGHTS_FILE, header)
         config.save_pretrained(beside)
         if any(c.__name__ == "UNet2DConditionModel" for c in type(_unwrapped(module)).__mro__):
             _save_for_diffusers(state, config, beside)
@@ -406,10 +408,17 @@ def load_adapter(
     PEFT and safetensors raise their own errors for a file that is missing or can't be read.
     """
     from peft import LoraConfig
-    from safetensors.torch import load_file
+    from safetensors import safe_open
 
     config = LoraConfig.from_pretrained(folder)
-    state = {_plain_name(key): t for key, t in load_file(Path(folder) / WEIGHTS_FILE).items()}
+    with safe_open(Path(folder) / WEIGHTS_FILE, "pt") as file:
+        state = {_plain_name(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        alpha = float((file.metadata() or {}).get("alpha", config.lora_alpha))
+    if alpha != config.lora_alpha:
+        raise ValueError(
+            f"The adapter in {folder} has weights of alpha {alpha:g} and a configuration of "
+            f"{config.lora_alpha:g}: a save was cut off between the two files. Save it again."
+        )
     if beyond := [field for field in BEYOND_LORA if getattr(config, field)]:
         raise ValueError(
             f"The adapter in {folder} is more than LoRA ({', '.join(beyond)}). Load it with PEFT."

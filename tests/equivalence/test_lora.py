@@ -371,3 +371,11 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="space"):
         save_adapter(adapted("plain", rank=5), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_save_that_is_cut_off_between_two_files_is_noticed(tmp_path):
+    for alpha in (5, 9):
+        save_adapter(adapted("plain", rank=2, alpha=alpha), tmp_path / str(alpha))
+    (tmp_path / "5" / CONFIG_FILE).replace(tmp_path / "9" / CONFIG_FILE)
+    with pytest.raises(ValueError, match="alpha"):
+        load_adapter(adapted("plain", rank=2, alpha=5), tmp_path / "9")
