@@ -26,16 +26,19 @@ _BUILTIN = re.compile(r"<built-in \w+ (?P<name>\S+?)(?: of (?P<owner>\S+) object
 class Slice(NamedTuple):
     """Something that took time, in ms: on a host thread, or on a GPU stream (`thread` either way).
 
-    `dims` are an operator's input shapes, where they were recorded. `correlation` ties a CUDA call
-    to the GPU work that it caused.
+    `correlation` ties a CUDA call to the GPU work that it caused. `blocks` are a kernel's thread
+    blocks for each multiprocessor. `dims` and `types` are the shapes and types of an operator's
+    inputs. Each is None where it was not recorded.
     """
 
     start: float
     end: float
     name: str
-    dims: Any = None
     thread: Any = None
     correlation: int | None = None
+    blocks: float | None = None
+    dims: Any = None
+    types: Any = None
 
     @property
     def ms(self) -> float:

@@ -52,6 +52,9 @@ COMPUTES_NOTHING = ("views and allocation", "other")
 """Categories of operators that launch no known work."""
 
 _DATALOADER = "enumerate(DataLoader)"  # PyTorch's own mark of the time spent on the next batch
+_OPTIMIZER = "Optimizer.step#"  # and of an optimizer's step
+_HAS_SHAPES = re.compile("mm$|convolution|_scaled_dot_product")
+"""Operators whose input shapes are kept; those of all others would only take memory."""
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _LAUNCH, _ANY_LAUNCH = re.compile("cu(da)?Launch"), re.compile("cu(da)?(Graph)?Launch")
 _CALLS = {
@@ -93,6 +96,10 @@ class Gap(NamedTuple):
     after_sync: bool
 
 
+Work = tuple[Slice, str, float]
+"""A kernel, copy or operator, its category, and its milliseconds (an operator's own ones)."""
+
+
 class Wait(NamedTuple):
     """One time that the host waited for the GPU, or, from `host_reads`, read a tensor's value.
 
@@ -120,18 +127,23 @@ class Wait(NamedTuple):
 class Trace:
     """A trace in memory: `Trace.read(path)` reads a file, `Trace(events)` a list of Chrome events.
 
-    Raises `ValueError` where no event has a duration.
+    `kernels` and `copies` are the GPU's, `calls` the host's calls of CUDA, `annotations` the marks
+    of `record_function`. `ops` and `python` are PyTorch's operators and Python's functions, thread
+    by thread. All are in order of time. Raises `ValueError` where no event has a duration.
     """
 
     def __init__(self, events: Iterable[dict[str, Any]], path: Path | None = None) -> None:
         self.path = path
         self.kernels: list[Slice] = []
         self.copies: list[Slice] = []
-        self.calls: list[Slice] = []  # of CUDA, on the host
+        self.calls: list[Slice] = []
         self.annotations: list[Slice] = []
         self.ops: dict[Any, list[Slice]] = defaultdict(list)
         self.python: dict[Any, list[Slice]] = defaultdict(list)
-        self._windows: list[tuple[int, float, float]] = []
+        kinds = {"kernel": self.kernels, "gpu_memcpy": self.copies, "gpu_memset": self.copies}
+        kinds |= {"cuda_runtime": self.calls, "cuda_driver": self.calls}
+        kinds |= {"user_annotation": self.annotations}
+        threads = {"cpu_op": self.ops, "python_function": self.python}
         timed = [event for event in events if event.get("ph") == "X" and "ts" in event]
         if not timed:
             raise ValueError(
@@ -139,12 +151,13 @@ class Trace:
                 "recorded. Record at least one step after the schedule's wait and warmup."
             )
         for event in timed:
-            start = (event["ts"] - timed[0]["ts"]) / 1e3
-            self._keep(event, start, start + event.get("dur", 0.0) / 1e3)
-        for slices in (*self.ops.values(), *self.python.values()):
-            slices.sort(key=lambda s: (s.start, -s.end))
-        for series in (self.kernels, self.copies, self.calls, self.annotations, self._windows):
-            series.sort(key=lambda item: item[:2])
+            kind = event.get("cat")
+            series = threads[kind][event.get("tid")] if kind in threads else kinds.get(kind)
+            slice_ = _slice(event, timed[0]["ts"])
+            if series is not None and slice_.ms >= 0:  # a damaged event lasts less than nothing
+                series.append(slice_)
+        for series in (*kinds.values(), *self.ops.values(), *self.python.values()):
+            series.sort(key=lambda s: (s.start, -s.end))
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
@@ -164,27 +177,6 @@ class Trace:
             raise ValueError(f"{path} is no profiler trace: there is no list of traceEvents in it.")
         return cls(events, path)
 
-    def _keep(self, event: dict[str, Any], start: float, end: float) -> None:
-        """File an event under its kind; kinds that nothing here asks for are dropped."""
-        kind, thread, args = event.get("cat", ""), event.get("tid"), event.get("args") or {}
-        name = sys.intern(str(event.get("name", "")))
-        dims = args.get("Input Dims") if name.endswith("mm") else None
-        item = Slice(start, end, name, dims, thread, args.get("correlation"))
-        if kind == "kernel":
-            self.kernels.append(item)
-        elif kind in ("gpu_memcpy", "gpu_memset"):
-            self.copies.append(item)
-        elif kind in ("cuda_runtime", "cuda_driver"):
-            self.calls.append(item)
-        elif kind == "user_annotation":
-            if step := _STEP.fullmatch(name):
-                self._windows.append((int(step[1]), start, end))
-            self.annotations.append(item)
-        elif kind == "cpu_op":
-            self.ops[thread].append(item)
-        elif kind == "python_function":
-            self.python[thread].append(item)
-
     # The recorded steps
 
     @property
@@ -199,8 +191,8 @@ class Trace:
         Without ProfilerStep marks (a trace taken without a schedule) this is the whole trace.
         """
         gpu_work = [*self.kernels, *self.copies]
-        if self._windows:
-            start, end = self._windows[0][1], self._windows[-1][2]
+        if self._step_marks:
+            start, end = self._step_marks[0][0], self._step_marks[-1][1]
             launched = {c.correlation for c in self.calls if start <= c.start < end} - {None}
             return start, max([end, *(w.end for w in gpu_work if w.correlation in launched)])
         on_host = chain(*self.ops.values(), *self.python.values())
@@ -211,17 +203,21 @@ class Trace:
     def wall_ms(self) -> float:
         return self.wall[1] - self.wall[0]
 
+    @cached_property
+    def _step_marks(self) -> list[Interval]:
+        return [(a.start, a.end) for a in self.annotations if _STEP.fullmatch(a.name)]
+
     @property
     def steps(self) -> int:
         """Recorded steps: calls of `prof.step()` while recording; 1 without a schedule."""
-        return len(self._windows) or 1
+        return len(self._step_marks) or 1
 
     @property
     def step_windows(self) -> list[Interval]:
         """When each recorded step began and ended on the host."""
-        return [window[1:] for window in self._windows] or [self.wall]
+        return self._step_marks or [self.wall]
 
-    def _inside(self, items: Iterable[Slice]) -> list[Slice]:
+    def recorded(self, items: Iterable[Slice]) -> list[Slice]:
         """Those of `items` that begin within the wall time."""
         start, end = self.wall
         return [item for item in items if start <= item.start < end]
@@ -250,23 +246,21 @@ class Trace:
         makes thin counts as "thin GEMM" where input shapes were recorded.
         """
         table: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "count": 0.0})
-        for _, category, ms in self._sorted_kernels() if self.on_gpu else self._sorted_operators():
+        for _, category, ms in self._kernel_work() if self.on_gpu else self._operator_work():
             table[category]["ms"] += ms / self.steps
             table[category]["count"] += 1 / self.steps
         return dict(sorted(table.items(), key=lambda row: -row[1]["ms"]))
 
-    def _sorted_kernels(self) -> Iterator[tuple[Slice, str, float]]:
-        """(kernel, its category, its duration) of each kernel."""
-        for kernel in self._inside(self.kernels):
+    def _kernel_work(self) -> Iterator[Work]:
+        for kernel in self.recorded(self.kernels):
             category = category_of(kernel.name)
             if category == "GEMM" and kernel.correlation in self._thin_correlations:
                 category = "thin GEMM"
             yield kernel, category, kernel.ms
 
-    def _sorted_operators(self) -> Iterator[tuple[Slice, str, float]]:
-        """(operator, its category, its own time) of each operator."""
+    def _operator_work(self) -> Iterator[Work]:
         for slices in self.ops.values():
-            for operator, own in own_time(self._inside(slices)):
+            for operator, own in own_time(self.recorded(slices)):
                 yield operator, category_of(operator.name), own
 
     @cached_property
@@ -274,54 +268,58 @@ class Trace:
         """Correlations of launches from matrix products that LoRA's rank makes thin."""
         thin = set()
         for call, operators, _ in self._within(c for c in self.calls if _LAUNCH.match(c.name)):
-            product = next((op for op in reversed(operators) if op.dims), None)
+            product = next((op for op in reversed(operators) if op.name.endswith("mm")), None)
             if product and is_thin(product.name, product.dims):
                 thin.add(call.correlation)
         return thin - {None}
 
     def calls_of(self, name: str) -> float:
         """How many operators or marks a step have a name that begins so."""
-        named = self._inside(chain(self.annotations, *self.ops.values()))
+        named = self.recorded(chain(self.annotations, *self.ops.values()))
         return sum(item.name.startswith(name) for item in named) / self.steps
 
-    def queue(self) -> list[Launch]:
+    def launched(self) -> list[tuple[Slice, list[Work], Wait | None]]:
         """What the host gave the GPU in the recorded steps, in order.
 
-        Without a GPU these are the operators that compute something, with their own time. There the
-        host does the work itself, so it waits for each of them.
+        Each entry: the CUDA call, the kernels and copies that it caused, and the last wait for the
+        GPU before the next call (None: there was none). Without a GPU the calls are the operators
+        that compute something, each with its own time as its work.
         """
         if not self.on_gpu:
-            return [
-                Launch(self._phase_at(operator.start), ((category, ms, 1),), True)
-                for operator, category, ms in sorted(
-                    self._sorted_operators(), key=lambda row: row[0].start
-                )
-                if category not in COMPUTES_NOTHING
-            ]
-        work = self._work_by_correlation()
-        first: dict[int, Slice] = {}
-        for call in self._inside(self.calls):
-            if call.correlation in work:
+            computing = (work for work in self._operator_work() if work[1] not in COMPUTES_NOTHING)
+            in_order = sorted(computing, key=lambda work: work[0].start)
+            return [(work[0], [work], None) for work in in_order]
+        caused: dict[Any, list[Work]] = defaultdict(list)
+        copies = ((c, category_of_copy(c.name), c.ms) for c in self.recorded(self.copies))
+        for work in chain(self._kernel_work(), copies):
+            caused[work[0].correlation].append(work)
+        caused.pop(None, None)
+        first: dict[Any, Slice] = {}
+        for call in self.recorded(self.calls):
+            if call.correlation in caused:
                 first.setdefault(call.correlation, call)
         starts = [call.start for call in first.values()]
-        waited_after = {bisect_right(starts, wait.start) - 1 for wait in self.waits}
+        waits = {bisect_right(starts, wait.start) - 1: wait for wait in self.waits}
         return [
-            Launch(self._phase_at(call.start), work[call.correlation], place in waited_after)
-            for place, call in enumerate(first.values())
+            (call, caused[correlation], waits.get(place))
+            for place, (correlation, call) in enumerate(first.items())
         ]
 
-    def _work_by_correlation(self) -> dict[int, tuple[tuple[str, float, int], ...]]:
-        """Correlation -> (category, milliseconds, count) of its kernels and copies."""
-        times: dict[int | None, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for kernel, category, ms in self._sorted_kernels():
-            times[kernel.correlation][category].append(ms)
-        for copy in self._inside(self.copies):
-            times[copy.correlation][category_of_copy(copy.name)].append(copy.ms)
-        return {
-            correlation: tuple((kind, sum(ms), len(ms)) for kind, ms in by_kind.items())
-            for correlation, by_kind in times.items()
-            if correlation is not None
-        }
+    def queue(self) -> list[Launch]:
+        """What the host gave the GPU in the recorded steps, in order, for predictions.
+
+        Without a GPU these are the operators that compute something, with their own time. There the
+        host does the work itself, so that it waits for every piece of it.
+        """
+        launches = []
+        for call, work, wait in self.launched():
+            times: dict[str, list[float]] = defaultdict(list)
+            for _, category, ms in work:
+                times[category].append(ms)
+            parts = tuple((kind, sum(ms), len(ms)) for kind, ms in times.items())
+            waits = wait is not None or not self.on_gpu
+            launches.append(Launch(self.phase_at(call.start), parts, waits))
+        return launches
 
     # The host
 
@@ -332,7 +330,7 @@ class Trace:
         one thread after the other. The two are those that the item begins in, the outermost first.
         """
         by_thread: dict[Any, list[Slice]] = defaultdict(list)
-        for item in self._inside(items):
+        for item in self.recorded(items):
             by_thread[item.thread].append(item)
         for thread, mine in by_thread.items():
             moments = [item.start for item in mine]
@@ -348,21 +346,36 @@ class Trace:
         """
         if not self.on_gpu:
             return {}
-        counts = {"kernels": len(self._inside(self.kernels)) / self.steps}
+        counts = {"kernels": len(self.recorded(self.kernels)) / self.steps}
         for kind, pattern in _CALLS.items():
-            calls = [call for call in self._inside(self.calls) if pattern.match(call.name)]
+            calls = [call for call in self.recorded(self.calls) if pattern.match(call.name)]
             counts[kind] = len(calls) / self.steps
             counts[f"{kind}_ms"] = sum(call.ms for call in calls) / self.steps
         return counts
 
     @cached_property
     def _marks(self) -> dict[str, list[Slice]]:
-        """Phase -> its marks. Without a "data" mark, PyTorch's own DataLoader mark serves."""
+        """Phase -> its marks. Without marks "data" and "optimizer", PyTorch's own serve."""
         marks: dict[str, list[Slice]] = defaultdict(list)
-        for mark in self._inside(self.annotations):
-            marks[_DATALOADER if mark.name.startswith(_DATALOADER) else mark.name].append(mark)
+        for mark in self.recorded(self.annotations):
+            pytorchs = (_DATALOADER, _OPTIMIZER)
+            name = next((own for own in pytorchs if mark.name.startswith(own)), mark.name)
+            marks[name].append(mark)
         marks["data"] = marks["data"] or marks[_DATALOADER]
+        marks["optimizer"] = marks["optimizer"] or [
+            self._update_in(mark, marks["backward"]) for mark in marks[_OPTIMIZER]
+        ]
         return {name: marks[name] for name in PHASES if marks[name]}
+
+    def _update_in(self, mark: Slice, backward: list[Slice]) -> Slice:
+        """The update in PyTorch's own mark of an optimizer's step.
+
+        It begins after what a closure computes in there (PyTorch Lightning trains so). It ends with
+        the recorded step, whose end may be called from inside of it.
+        """
+        starts = [other.end for other in backward if mark.start < other.end < mark.end]
+        ends = [end for start, end in self.step_windows if start <= mark.start < end]
+        return mark._replace(start=max([mark.start, *starts]), end=min([mark.end, *ends]))
 
     @cached_property
     def phase_time(self) -> dict[str, list[Interval]]:
@@ -373,7 +386,8 @@ class Trace:
     def _phase_lookups(self) -> dict[str, Lookup]:
         return {name: Lookup(intervals) for name, intervals in self.phase_time.items()}
 
-    def _phase_at(self, moment: float) -> str:
+    def phase_at(self, moment: float) -> str:
+        """The phase in which the host is then; "" outside any mark."""
         lookups = self._phase_lookups.items()
         return next((name for name, lookup in lookups if lookup.index(moment) is not None), "")
 
@@ -469,7 +483,7 @@ class Trace:
         if self.on_gpu:
             blocks += [("host waits", w.start, w.end, "synchronisation") for w in self.waits]
             blocks += [("launches", *at, "launch call") for at in self._host_states["launch"]]
-            blocks += [("GPU", k.start, k.end, kind) for k, kind, _ in self._sorted_kernels()]
+            blocks += [("GPU", k.start, k.end, kind) for k, kind, _ in self._kernel_work()]
             blocks += [("GPU", copy.start, copy.end, "copy") for copy in self.copies]
         else:
             operators = chain(*map(_outermost_known, self.ops.values()))
@@ -498,18 +512,21 @@ class Trace:
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """Every synchronisation that begins within the wall time, in order of time.
+        """Every synchronisation that begins within the recorded steps, in order of time.
 
+        What begins after the last step has ended is the profiler's own wait for the GPU.
         A copy between the GPU and pageable host memory, with the synchronisation that follows in
         the same operator, is one wait: the host may stand in either. Such a copy to the host waits
         even where no synchronisation follows.
         """
+        steps_end = self.step_windows[-1][1]
         moved = {copy.correlation: copy.name for copy in self.copies}
         moved.pop(None, None)
         may_wait = (
             call
             for call in self.calls
-            if _SYNC.match(call.name) or "Pageable" in moved.get(call.correlation, "")
+            if call.start < steps_end
+            and (_SYNC.match(call.name) or "Pageable" in moved.get(call.correlation, ""))
         )
         waits = []
         idle = Lookup(self.idle_time)
@@ -550,7 +567,7 @@ class Trace:
         idle_after: float = 0.0,
     ) -> Wait:
         """The wait from `start` to the end of `item`, and who is to blame for it."""
-        cause, phase = blamed_operator(operators), self._phase_at(item.start)
+        cause, phase = blamed_operator(operators), self.phase_at(item.start)
         frames, builtin = python_stack(functions)
         blamed = blamed_frames(frames)
         return Wait(start, item.end, item.name, cause, phase, *blamed, builtin, idle_after)
@@ -647,6 +664,22 @@ def category_of_copy(name: str) -> str:
     return "elementwise" if name.startswith("Memset") else "casts and layout"
 
 
+def _slice(event: dict[str, Any], origin: float) -> Slice:
+    """An event of the file; `origin` is its time 0 in microseconds."""
+    args, name = event.get("args") or {}, sys.intern(str(event.get("name", "")))
+    start = (event["ts"] - origin) / 1e3
+    shapes = (args.get("Input Dims"), args.get("Input type")) if _HAS_SHAPES.search(name) else ()
+    return Slice(
+        start,
+        start + event.get("dur", 0.0) / 1e3,
+        name,
+        event.get("tid"),
+        args.get("correlation"),
+        args.get("blocks per SM"),
+        *shapes,
+    )
+
+
 def _outermost_known(slices: Iterable[Slice]) -> Iterator[tuple[float, float, str]]:
     """(start, end, category) of one thread's operators that compute something known, without those
     inside another.
@@ -672,9 +705,8 @@ def profile(
     with_stack: bool = True,
     wait: int = 1,
     with_shapes: bool | None = None,
-    kind: type[Trace] = Trace,
 ) -> Trace:
-    """Record `steps` steps of `trainer` as article A1 does, and read the trace back as a `kind`.
+    """Record `steps` steps of `trainer` as article A1 does, and read the trace back.
 
     The schedule is the article's: one step passed over, one to warm the profiler up, `steps`
     recorded, once. `wait` is how many to pass over: more where workers have made batches ready, as
@@ -704,4 +736,4 @@ def profile(
                 torch.cuda.synchronize()
             profiler.step()
     (written,) = set(folder.glob("*.pt.trace.json")) - before
-    return kind.read(written)
+    return Trace.read(written)

@@ -10,6 +10,7 @@ from gpu_steps import Steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labutils.profiling.trace import Trace
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
 from labutils.tools.diagnose.product_rates import Rates
@@ -23,7 +24,7 @@ from labutils.tools.diagnose.step_queue import (
     Queue,
     fitted,
 )
-from labutils.tools.diagnose.trace_pieces import PieceTrace, queue_of
+from labutils.tools.diagnose.trace_pieces import queue_of
 
 CONFIG = {"threads": 1, "cuda_available": True, "world_size": 1, "launch_blocking": False}
 CONFIG |= {"anomaly": False, "matmul_tf32": False, "cudnn_tf32": True}
@@ -38,7 +39,7 @@ def batch(**changes):
 
 def of_steps(steps: Steps, data_ms=0.0, config=(), **changes) -> Evidence:
     """Evidence of a script on a GPU, as its hooks would have recorded it."""
-    trace = PieceTrace(steps.trace_events())
+    trace = Trace(steps.trace_events())
     record = {
         "device": "cuda",
         "step_ms": [trace.wall_ms / trace.steps] * 5,
@@ -257,19 +258,19 @@ def test_a_traced_queue_has_the_traces_waits_and_reasons():
     steps.copy_in()
     products(steps, 2)
     steps.item()
-    pieces = queue_of(PieceTrace(steps.trace_events())).pieces
+    pieces = queue_of(Trace(steps.trace_events())).pieces
     assert [piece.waits for piece in pieces if piece.waits] == [TO_DEVICE, READ]
     assert [p.product for p in pieces if p.product] == [Product(4096, 4096, 4096, 1, "bf16")] * 2
 
 
 @pytest.mark.parametrize("step_ms", [2.0, 6.0])
 def test_the_host_is_fitted_to_a_step_that_it_decides(step_ms):
-    traced = queue_of(PieceTrace(three(tiny_kernels).trace_events()))
+    traced = queue_of(Trace(three(tiny_kernels).trace_events()))
     assert fitted(traced, step_ms).step_ms == pytest.approx(step_ms, rel=0.02)
 
 
 def test_where_kernels_decide_the_idle_start_tells_the_hosts_time():
-    traced = queue_of(PieceTrace(three(tuned).trace_events()))
+    traced = queue_of(Trace(three(tuned).trace_events()))
     host = fitted(traced, traced.device_ms, from_idle_ms=0.1).total("host_ms")
     assert host == pytest.approx(0.1, rel=0.05)
 

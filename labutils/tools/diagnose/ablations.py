@@ -33,7 +33,6 @@ from labutils.results.records import Run
 from labutils.tools.diagnose import Fix, diagnose, report
 from labutils.tools.diagnose.evidence import Evidence
 from labutils.tools.diagnose.sources import log_ms_of, of_record
-from labutils.tools.diagnose.trace_pieces import PieceTrace
 from labutils.training import Benchmark, Trainer
 from labutils.training.model_edits import with_epoch_rate
 from labutils.workloads.base import Workload
@@ -96,7 +95,7 @@ def _evidence(bench: Benchmark, run: Run) -> Evidence:
         candidate.rewind(candidate.steps_to_drain)
         wait, timed = 0, slice(1, 1 + TRACED)
     with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-        options = {"with_stack": False, "wait": wait, "with_shapes": True, "kind": PieceTrace}
+        options = {"with_stack": False, "wait": wait, "with_shapes": True}
         trace = profile(candidate.trainer, TRACED, folder, **options)
     step_ms, data_ms = run.samples["step_ms"][timed], run.samples["data_ms"][timed]
     slowed = max(1.0, trace.wall_ms / trace.steps / statistics.median(step_ms))  # by the profiler

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from labutils.profiling.trace import Trace
 from labutils.tools.diagnose.evidence import Evidence
 from labutils.tools.diagnose.sources import of_record, short
-from labutils.tools.diagnose.trace_pieces import PieceTrace
 
 HOOKS = Path(__file__).parent / "script_hooks"
 END_WITHIN_S = 15.0
@@ -90,7 +90,7 @@ def watch(
         if not trace.exists():
             why = next((note["error"] for note in notes if "error" in note), "no trace was written")
             raise NoDiagnosis(f"The script ran, and {why}. Turn that off for the diagnosis.")
-        return Watched(exit_code, of_record(_read(records[0]), PieceTrace.read(trace)))
+        return Watched(exit_code, of_record(_read(records[0]), Trace.read(trace)))
 
 
 def _files(working: Path, kind: str) -> list[Path]:

@@ -15,7 +15,7 @@ from labutils.tools.diagnose import budget
 from labutils.tools.diagnose.evidence import Evidence, Line, Loader, Optimizer
 from labutils.tools.diagnose.product_rates import Rates
 from labutils.tools.diagnose.step_queue import Queue, fitted
-from labutils.tools.diagnose.trace_pieces import PieceTrace, queue_of
+from labutils.tools.diagnose.trace_pieces import queue_of, recomputed
 
 
 def of_trace(path: str | Path) -> Evidence:
@@ -24,7 +24,7 @@ def of_trace(path: str | Path) -> Evidence:
     Raises `FileNotFoundError`, or `ValueError` where the file is no trace.
     """
     try:
-        trace = PieceTrace.read(path)
+        trace = Trace.read(path)
         step_ms, log_ms = trace.wall_ms / trace.steps, log_ms_of(trace)
         queue = fitted(queue_of(trace, log_ms=log_ms), step_ms, untold=1.0)
     except (RecursionError, TypeError, KeyError, AttributeError) as error:
@@ -54,7 +54,7 @@ def _waiting_lines(trace: Trace) -> tuple[Line, ...]:
     )
 
 
-def of_record(record: Mapping[str, Any], trace: PieceTrace) -> Evidence:
+def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
     """Evidence of a watched script: what the hooks wrote down, and its profiled steps' trace."""
     config, batches = record["config"], record["batch_facts"]
     step_ms, data_ms = statistics.median(record["step_ms"]), statistics.median(record["data_ms"])
@@ -84,7 +84,7 @@ def of_record(record: Mapping[str, Any], trace: PieceTrace) -> Evidence:
 
 def _of(
     source: str,
-    trace: PieceTrace,
+    trace: Trace,
     step_ms: float,
     queue: Queue,
     data_ms: float | None,
@@ -105,7 +105,7 @@ def _of(
         data_ms=data_ms or 0.0,
         log_ms=log_ms,
         cores=usable_cores(),
-        recomputed=trace.recomputed(),
+        recomputed=recomputed(trace),
     )
 
 
