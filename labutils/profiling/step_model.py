@@ -1,6 +1,6 @@
 """How long a training step takes, predicted: by this host or another, on this card or another.
 
-The host gives the GPU one piece of work after the other (`Trace.queue`). Each launch takes the host
+The host gives the GPU one piece of work after the other (`Trace.launched`). Each launch takes the host
 a while, and its work the GPU a while. The two run side by side, so in short
 
     step = max(kernel time, launches x the host's time a launch) + exposed copies     `bound_ms`
@@ -27,14 +27,15 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from labutils.profiling.gpu_specs import Spec
 from labutils.profiling.launch_queue import Queued, root, steady_ms
 from labutils.profiling.roofline import Roofline
-from labutils.profiling.trace import Launch, Trace
+from labutils.profiling.trace import Trace
 
 BY_ARITHMETIC = ("GEMM", "attention", "convolution")
 """Kinds of kernels that matrix units bound. Of all others memory does."""
@@ -47,6 +48,19 @@ CARDS = ("H100 SXM5", "H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "B200")
 """The cards for which the course predicts."""
 
 
+class Launch(NamedTuple):
+    """One thing that the host gave the GPU to do: a kernel, a CUDA graph or a copy.
+
+    `phase` is the marked range in which it was launched ("" for none). `work` is what it caused:
+    (category, milliseconds, count), with the category "copy" for what crosses a link to the host or
+    another GPU. `waits`: the host then waited until the GPU had caught up.
+    """
+
+    phase: str
+    work: tuple[tuple[str, float, int], ...]
+    waits: bool
+
+
 @dataclass(frozen=True)
 class Program:
     """What the host gives the GPU in `steps` optimizer steps, in order."""
@@ -56,7 +70,18 @@ class Program:
 
     @classmethod
     def of(cls, trace: Trace) -> Program:
-        return cls(tuple(trace.queue()), trace.steps)
+        """What a trace's host launched. On a CPU, which does the work itself, it waits for every
+        piece.
+        """
+        queue = []
+        for call, work, wait in trace.launched():
+            times: dict[str, list[float]] = defaultdict(list)
+            for _, category, ms in work:
+                times[category].append(ms)
+            parts = tuple((kind, sum(ms), len(ms)) for kind, ms in times.items())
+            waits = wait is not None or not trace.on_gpu
+            queue.append(Launch(trace.phase_at(call.start), parts, waits))
+        return cls(tuple(queue), trace.steps)
 
     @functools.cached_property
     def pieces(self) -> tuple[tuple[str, float, float, bool], ...]:

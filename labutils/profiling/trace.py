@@ -69,19 +69,6 @@ _SYNC = re.compile(
 )
 
 
-class Launch(NamedTuple):
-    """One thing that the host gave the GPU to do: a kernel, a CUDA graph or a copy.
-
-    `phase` is the marked range in which it was launched ("" for none). `work` is what it caused:
-    (category, milliseconds, count), with the category "copy" for what crosses a link to the host or
-    another GPU. `waits`: the host then waited until the GPU had caught up.
-    """
-
-    phase: str
-    work: tuple[tuple[str, float, int], ...]
-    waits: bool
-
-
 class Gap(NamedTuple):
     """A stretch of wall time in which no kernel and no copy ran.
 
@@ -304,22 +291,6 @@ class Trace:
             (call, caused[correlation], waits.get(place))
             for place, (correlation, call) in enumerate(first.items())
         ]
-
-    def queue(self) -> list[Launch]:
-        """What the host gave the GPU in the recorded steps, in order, for predictions.
-
-        Without a GPU these are the operators that compute something, with their own time. There the
-        host does the work itself, so that it waits for every piece of it.
-        """
-        launches = []
-        for call, work, wait in self.launched():
-            times: dict[str, list[float]] = defaultdict(list)
-            for _, category, ms in work:
-                times[category].append(ms)
-            parts = tuple((kind, sum(ms), len(ms)) for kind, ms in times.items())
-            waits = wait is not None or not self.on_gpu
-            launches.append(Launch(self.phase_at(call.start), parts, waits))
-        return launches
 
     # The host
 

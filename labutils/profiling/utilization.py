@@ -1,10 +1,14 @@
 """What a GPU does over time, by its driver: utilisation, power, energy. Without a GPU, what the CPU
 does.
 
-What the driver calls utilisation is the share of its last sampling period (between 1/6 and 1 s, by
-the card) in which any kernel at all was running. It says nothing about how much of the GPU that
-kernel used. For what kernels really took of the time, see `trace`: GPU-busy is exact, for the few
-steps that it covers.
+The course shows two figures, which are computed in two places:
+
+- *Utilisation*, here (`Utilization.share`): what the driver says. It is the share of the driver's
+  last sampling period (between 1/6 and 1 s, by the card) in which any kernel at all was running.
+- *GPU-busy*, in `trace` (`Trace.metrics()["gpu_busy"]`): the union of kernel intervals over the
+  time of the traced steps. It is exact for the few steps that it covers.
+
+Neither says how much of the GPU a kernel used.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ from labutils.labs import lab08_large_models as large
 from labutils.labs.lab08_large_models import BLACKWELL, H100, METHODS, PARTS, Basis
 from labutils.layers.lora import count_parameters
 from labutils.profiling.memory_model import saved_for_backward
-from labutils.profiling.step_model import Host, Law, Program
-from labutils.profiling.trace import Launch
+from labutils.profiling.step_model import Host, Launch, Law, Program
 from labutils.results import claims
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
 

@@ -10,8 +10,7 @@ from recipes_at_work import one_thread
 
 from labutils.labs import lab08_launch_bound as lab08
 from labutils.profiling.gpu_specs import find_spec
-from labutils.profiling.step_model import Host, Program, replayed_ms
-from labutils.profiling.trace import Launch
+from labutils.profiling.step_model import Host, Launch, Program, replayed_ms
 from labutils.results.records import Run
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work

@@ -14,6 +14,7 @@ from labutils.profiling.launch_queue import QUEUE, root
 from labutils.profiling.step_model import (
     Bulk,
     Host,
+    Launch,
     Law,
     Program,
     attainable,
@@ -25,7 +26,7 @@ from labutils.profiling.step_model import (
     replayed_ms,
     scale,
 )
-from labutils.profiling.trace import Launch, Trace
+from labutils.profiling.trace import Trace
 
 H200, BLACKWELL, H100 = (
     find_spec(name) for name in ("H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5")
@@ -45,7 +46,7 @@ def program(
 
 
 def test_the_queue_holds_what_the_host_launched_in_its_order():
-    queue = Trace(TWO_STEPS).queue()
+    queue = Program.of(Trace(TWO_STEPS)).queue
     assert len(queue) == 6
     assert queue[0] == ("to_device", (("copy", pytest.approx(0.013), 1),), True)
     assert sum(launch.waits for launch in queue) == len(Trace(TWO_STEPS).waits)
@@ -67,7 +68,7 @@ def test_only_what_crosses_a_link_is_a_copy():
 
 def test_without_a_gpu_every_operator_that_computes_waits():
     events = [op("aten::mm", 0, 50), op("aten::view", 50, 51), op("aten::mul", 60, 70)]
-    queue = Trace(events).queue()
+    queue = Program.of(Trace(events)).queue
     assert [launch.work[0][0] for launch in queue] == ["GEMM", "elementwise"]
     assert all(launch.waits for launch in queue)
 

@@ -23,7 +23,6 @@ class Pictures(Dataset):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
@@ -44,7 +43,7 @@ def main():
             optimizer.step()
             optimizer.zero_grad()
         done += accelerator.sync_gradients
-        if done == options.steps:
+        if done == 60:
             break
 
 

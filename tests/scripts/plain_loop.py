@@ -57,7 +57,6 @@ def parsed():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--decode-ms", type=float, default=0.0)
     parser.add_argument("--keep-batches", action="store_true")
     parser.add_argument("--width", type=int, default=256)
@@ -89,7 +88,7 @@ def main():
     folder = tempfile.mkdtemp()
     log = open(os.path.join(folder, "log.csv"), "w", newline="")  # noqa: SIM115
     writer = csv.writer(log)
-    step = micro_step = 0
+    step = 0
     while step < options.steps:
         for pictures, labels in loader:
             pictures = pictures.to(options.device, non_blocking=options.pin)
@@ -98,10 +97,7 @@ def main():
                 options.device, torch.bfloat16, enabled=options.precision == "bf16"
             ):
                 loss = nn.functional.cross_entropy(model(pictures), labels)
-            (loss / options.accumulation).backward()
-            micro_step += 1
-            if micro_step % options.accumulation:
-                continue
+            loss.backward()
             if options.item_each_parameter:
                 norms = [parameter.grad.norm().item() for parameter in model.parameters()]
                 assert all(norm >= 0 for norm in norms)

@@ -1,6 +1,6 @@
 """Fine-tuning a small language model with transformers' Trainer, as its documentation shows it.
 
-python trainer_script.py --output_dir out --max_steps 100 --pad longest
+python trainer_script.py --pad longest
 """
 
 import argparse
@@ -45,7 +45,6 @@ class Collator:
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--max_steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
@@ -62,7 +61,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=options.max_steps,
+            max_steps=60,
             per_device_train_batch_size=options.batch,
             bf16=options.bf16,
             use_cpu=options.use_cpu,

@@ -13,7 +13,6 @@ from labutils.tools.diagnose.ablations import (
     ablations,
     fix_table,
     is_test,
-    look_table,
     recipes_of,
     round_costs,
 )
@@ -78,22 +77,3 @@ def test_a_start_is_diagnosed_and_its_fixes_are_measured(monkeypatch):
         assert 0 <= row["predicted"] < 1 and -1 < row["measured"] < 1
     assert "Where it goes" in run.metrics["told"]
     assert list(fix_table({"Qwen3": run})["fix"]) == list(each)
-
-
-def test_what_a_look_was_worth_is_told_by_loop():
-    def row(predicted, *rounds):
-        pair = (timed(*[100] * len(rounds)), timed(*(100 * (1 - gain) for gain in rounds)))
-        return _row(Fix("f", predicted, ""), pair if rounds else None, "refused")
-
-    each = {
-        "batch size": row(0.5, 0.52, 0.55, 0.6),
-        "capture": row(0.4, 0.72),
-        "workers": row(0.3, -0.1),
-        "caching": row(0.01, 0.2),
-        "refused": row(0.9),
-    }
-    runs = {"SD1.5": Run("09", "", metrics={"each": each}), "Qwen3": Run("09", "", status="oom")}
-    (look,) = look_table(runs).itertuples(index=False, name=None)
-    assert look == ("SD1.5", "batch size", "55%", "capture", "72%", "2 of 3")
-    measured = fix_table(runs)["measured"]
-    assert list(measured) == ["55% (52 to 60)", "72%", "-10%", "20%", "refused"]

@@ -43,7 +43,7 @@ def plain(*options: str) -> Diagnosis:
 
 
 def test_a_plain_loop_that_reads_slowly_and_writes_each_step():
-    found = plain("--decode-ms", "3", "--accumulation", "1", "--log", "flush")
+    found = plain("--decode-ms", "3", "--log", "flush")
     assert {"workers", "logging"} == {fix.name for fix in found.worth_it[:2]}
     lines = (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()
     places = [int(place.split(":")[-1]) for place in found.fix("logging").sources]
@@ -98,7 +98,6 @@ FIFTY = STEPS + "for n in range(50):\n    step()\n"
         ("import torch", "no optimizer of PyTorch's took a step"),
         (FIFTY + "    if n == 4: raise KeyError('gone')", "Its last error: KeyError: 'gone' ("),
         (FIFTY + "    if n == 4: import os; os.kill(os.getpid(), 9)", "killed (signal 9)"),
-        ("an error (", "Its last error: SyntaxError: '(' was never closed"),
         ("raise SystemExit('no data')", "What it said of itself is above"),
     ],
 )
@@ -180,7 +179,6 @@ def test_a_scripts_own_profiler_goes_first(wait, tmp_path, capfd):
 UNPLANNED = {
     "cProfile": "import cProfile\ndata = torch.utils.data.DataLoader(torch.rand(99, 4))\n"
     "def train():\n    for _ in data: step()\ncProfile.run('train()', 'profile')",
-    "trains in a thread": "threading.Thread(target=lambda: [step() for _ in range(60)]).start()",
     "feeds from a thread": "batches = queue.Queue(4)\n"
     "threading.Thread(target=lambda: [batches.put(1) for _ in range(1000)]).start()\n"
     "for _ in range(60): batches.get(); step()",

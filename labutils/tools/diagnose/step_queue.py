@@ -3,7 +3,8 @@
 A step is a list of pieces: what the host gives the device, in order. The host takes a while to give
 each (`host_ms`), before some of them waits for data (`data_ms`) or writes a log (`log_ms`), and
 after some of them waits until the device has caught up (`waits`). `Queue.step_ms` replays it
-(`labutils.profiling.launch_queue`). On a CPU the host does the work itself, and everything adds up.
+(`labutils.profiling.launch_queue`). On a CPU the host does the work itself: it waits for every
+piece, and everything adds up.
 
 A fix changes the pieces. Its predicted gain is 1 - (step after) / (step before), both replayed:
 what the replay leaves out, it leaves out of both.
@@ -94,10 +95,7 @@ class Queue:
 
         On a GPU from the second round on, as the first starts empty.
         """
-        queue = self._queued(host)
-        if self.takes_turns:
-            return sum(launch.host_ms + launch.gpu_ms for launch in queue) / self.steps
-        return steady_ms(queue) / self.steps
+        return steady_ms(self._queued(host)) / self.steps
 
     def from_idle_ms(self, host: float = 1.0) -> float:
         """Milliseconds until the host has given a step's work, beginning with an idle device."""
@@ -106,7 +104,7 @@ class Queue:
 
     def _queued(self, host: float) -> list[Queued]:
         return [
-            Queued(p.data_ms + p.log_ms + host * p.host_ms, p.ms, bool(p.waits))
+            Queued(p.data_ms + p.log_ms + host * p.host_ms, p.ms, self.takes_turns or bool(p.waits))
             for p in self.pieces
         ]
 
