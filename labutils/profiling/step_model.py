@@ -1,7 +1,7 @@
 """How long a training step takes, predicted: by this host or another, on this card or another.
 
-The host gives the GPU one piece of work after the other (`Trace.launched`). Each launch takes the host
-a while, and its work the GPU a while. The two run side by side, so in short
+The host gives the GPU one piece of work after the other (`Trace.launched`). Each launch takes the
+host a while, and its work the GPU a while. The two run side by side, so in short
 
     step = max(kernel time, launches x the host's time a launch) + exposed copies     `bound_ms`
 
