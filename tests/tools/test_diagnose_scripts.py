@@ -183,9 +183,6 @@ UNPLANNED = {
     "threading.Thread(target=lambda: [batches.put(1) for _ in range(1000)]).start()\n"
     "for _ in range(60): batches.get(); step()",
     "catches its end": "while True:\n    try: step()\n    except BaseException: continue",
-    "another optimizer leads": "step()\n"
-    "first, optimizer = optimizer, torch.optim.SGD(layer.parameters(), lr=0.1)\n"
-    "for _ in range(60): step()",
     "waits for a spawned child": "import multiprocessing\n"
     "def train(results):\n    for _ in range(60): results.put(step())\n    results.put('end')\n"
     "if __name__ == '__main__':\n"

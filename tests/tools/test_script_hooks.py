@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 import torch
 
 from labutils.tools.diagnose.script import HOOKS
@@ -42,32 +41,13 @@ assert torch.autograd.backward.__wrapped__
     assert json.loads(note.read_text())["torch"] is True
 
 
-def padded(*lengths, width=8, filler=0):
-    ids = torch.full((len(lengths), width), filler)
-    for row, length in enumerate(lengths):
-        ids[row, :length] = torch.arange(1, length + 1)
-    return ids
-
-
-def test_a_mask_tells_the_padding_whatever_the_numbers_are():
-    mask = (padded(2, 6) != 0).long()
-    batch = {"labels": padded(8, 8), "input_ids": padded(2, 6), "attention_mask": mask}
+def test_a_mask_tells_the_padding():
+    ids = torch.tensor([[5, 6, 0, 0], [1, 2, 3, 0]])
+    batch = {"labels": ids + 1, "input_ids": ids, "attention_mask": (ids != 0).long()}
     counts = facts.of_batch(batch)
-    assert (counts["tokens"], counts["useful"], counts["examples"]) == (16, 8, 2)
-    assert counts["bytes"] == 3 * 16 * 8
-
-
-@pytest.mark.parametrize(
-    ("ids", "useful"),
-    [
-        (padded(2, 6, 8, filler=50256), 16),
-        (padded(8, 8, 7), 24),  # a zero at one row's end may be its end-of-text sign
-        (torch.tensor([[5, 5, 5]]), 3),  # one row alone tells nothing
-    ],
-)
-def test_without_a_mask_the_rows_ends_tell_it(ids, useful):
-    assert facts.of_batch({"input_ids": ids})["useful"] == useful
-    assert facts.of_batch([ids])["useful"] == useful
+    assert (counts["tokens"], counts["useful"], counts["examples"]) == (8, 5, 2)
+    assert counts["bytes"] == 3 * 8 * 8
+    assert "tokens" not in facts.of_batch([ids])
 
 
 def seen(action):

@@ -57,8 +57,8 @@ def ablations(
     by side with it, each with a model and its activations.
 
     The run's metrics: `fixes`, `fixes_telling` (those that test a prediction), `fixes_close`,
-    `median_off`, the diagnosis in words (`told`), and `each` fix's row, see `_row`. Raises
-    `RuntimeError` where the start can't be trained.
+    the diagnosis in words (`told`), and `each` fix's row, see `_row`. Raises `RuntimeError` where
+    the start can't be trained.
     """
     with Benchmark(workload, same_batches=workload.steps_vary) as bench:
         run = bench.compare({START: start}, max(steps, TRACED + 1), rounds=1)[START]
@@ -80,7 +80,6 @@ def ablations(
     offs = [abs(row["off"]) for row in each.values() if is_test(row)]
     metrics = {"fixes": len(each), "fixes_telling": len(offs)}
     metrics["fixes_close"] = sum(off <= CLOSE for off in offs)
-    metrics |= {"median_off": statistics.median(offs)} if offs else {}
     return Run("", "", metrics=metrics | {"told": report.text(diagnosis), "each": each})
 
 

@@ -203,8 +203,6 @@ def _why(
             "environment (python -I, -E or -S). Type the command that starts the training."
         )
     if not any(note.get("torch") for note in notes):
-        if any(note.get("torch_loaded") for note in notes):
-            return f"The script {ended}. It loaded PyTorch in a way that the hooks don't see."
         return f"The script {ended}, and never imported PyTorch: there is nothing to diagnose."
     longest = max(notes, key=lambda note: note.get("steps", 0))
     steps, on_gpu = longest.get("steps", 0), longest.get("on_gpu", False)

@@ -20,8 +20,8 @@ def tensors_in(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_batch(batch: Any) -> dict[str, Any]:
-    """`examples` (rows of the first tensor), `bytes`, `pinned`, and, where it holds texts, `tokens`
-    and the `useful` ones of them. {} where it holds no tensor."""
+    """`examples` (rows of the first tensor), `bytes`, `pinned`, and, where it holds a mask,
+    `tokens` and the `useful` ones of them. {} where it holds no tensor."""
     named = [(name, tensor) for name, tensor in tensors_in(batch) if tensor.dim()]
     if not named:
         return {}
@@ -34,28 +34,12 @@ def of_batch(batch: Any) -> dict[str, Any]:
 
 
 def tokens_of(named: list[tuple[str, Any]]) -> dict[str, int]:
-    """`tokens` and `useful` ones. An attention mask of ones and zeros tells them, or else integer
-    rows that end alike."""
-    tables = [(name, tensor) for name, tensor in named if tensor.dim() == 2]
-    for name, tensor in tables:
-        if "mask" in name and bool(((tensor == 0) | (tensor == 1)).all()):
+    """`tokens` and `useful` ones, by an attention mask of ones and zeros; {} without one."""
+    for name, tensor in named:
+        is_mask = "mask" in name and tensor.dim() == 2
+        if is_mask and bool(((tensor == 0) | (tensor == 1)).all()):
             return {"tokens": tensor.numel(), "useful": int((tensor != 0).sum())}
-    for name, tensor in tables:
-        if not tensor.is_floating_point() and name in ("", "input_ids", "ids", "tokens"):
-            return {"tokens": tensor.numel(), "useful": tensor.numel() - _filled(tensor)}
     return {}
-
-
-def _filled(ids: Any) -> int:
-    """How many numbers of integer rows [rows, length] are the filler at their ends: the number that
-    most rows end with more than once. One that ends a row once may be its end-of-text sign."""
-    if ids.shape[1] < 2 or ids.shape[0] < 2:
-        return 0
-    repeated = ids[ids[:, -1] == ids[:, -2], -1]
-    if repeated.numel() * 2 < ids.shape[0] - 1:  # the longest row has no filler
-        return 0
-    filler = repeated.mode().values
-    return int(((ids == filler).flip(1).cumprod(1)).sum())
 
 
 def of_optimizer(optimizer: Any) -> dict[str, Any]:

@@ -53,4 +53,4 @@ class ProcessNote:
             own = [frame for frame in stack if calls.is_own(frame.filename)]
             place = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
             self.add(failed=" ".join(words.split())[:300], failed_at=place)
-        self.write(torch_loaded="torch" in sys.modules)
+        self.write()

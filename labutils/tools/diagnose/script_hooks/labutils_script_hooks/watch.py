@@ -35,8 +35,6 @@ from labutils_script_hooks.process_note import ProcessNote
 
 Stage = Enum("Stage", "SKIPPED TIMED FROM_IDLE WATCHED WARMING PROFILED DONE")
 WATCHED_STEPS = 2
-SILENT = 20
-"""Steps of other optimizers without one of the leader's, after which another leads."""
 MOST_BATCHES = 64
 OWN_PROFILER = "could not be profiled to the end: it runs a profiler of its own"
 
@@ -52,7 +50,7 @@ class Watch:
         counts = (given["warmup"], given["timed"], 3, WATCHED_STEPS, 1, given["profiled"])
         self.plan = dict(zip(Stage, counts, strict=False))
         self.stage = Stage.SKIPPED
-        self.steps = self.silent = 0
+        self.steps = 0
         self.leader: Callable[[], Any] = lambda: None  # weak: the optimizer is the script's
         self.on_gpu = False
         self.marks: list[Any] = []
@@ -170,14 +168,8 @@ class Watch:
             self.calls.resume()
 
     def _is_leader(self, optimizer: Any) -> bool:
-        """Whether this optimizer's steps count.
-
-        The first that stepped leads as long as it exists. Before anything is timed, another one
-        leads if it steps while the first doesn't.
-        """
-        self.silent = 0 if optimizer is self.leader() else self.silent + 1
-        if self.leader() is None or (self.silent > SILENT and self.stage is Stage.SKIPPED):
-            self.silent = 0
+        """Whether this optimizer's steps count: the first that stepped leads while it exists."""
+        if self.leader() is None:
             self.leader = weakref.ref(optimizer)
             groups = optimizer.param_groups
             self.on_gpu = any(p.is_cuda for group in groups for p in group["params"])
