@@ -12,10 +12,8 @@ from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.launch_queue import QUEUE, root
 from labutils.profiling.step_model import (
-    Bulk,
     Host,
     Launch,
-    Law,
     Program,
     attainable,
     bound_ms,
@@ -195,18 +193,3 @@ def test_a_root_is_exact_however_the_function_bends():
     assert root(lambda x: x**3 - 2, 0, 1000) == pytest.approx(2 ** (1 / 3), abs=1e-5)
     assert root(lambda x: x + 1, 0, 4) == pytest.approx(0, abs=1e-6)
     assert root(lambda x: x - 9, 0, 4) == pytest.approx(4, abs=1e-6)
-
-
-# Larger models
-
-
-def test_a_step_in_bulk():
-    step = Bulk(flops=989.4e12, intensity=1e4, launches=1000, examples=32)
-    assert step.kernel_ms(H100, "bf16", reached=0.5) == pytest.approx(2000)
-    assert step.bound_ms(2000, host_ms=1.0) == 2000
-    assert step.bound_ms(2000, host_ms=3.0) == 3000
-    traced, host = program(*[1.0] * 10, waits=(4, 9)), Host(0.5)
-    seven_times = Bulk(flops=1.0, intensity=1.0, launches=70, examples=1)
-    expected = 7 * replayed_ms(traced, host)
-    assert seven_times.like_ms(traced, kernel_ms=70, host=host) == pytest.approx(expected)
-    assert Law(10, 5, 2).launches(layers=3, experts=4) == 10 + 3 * (5 + 8)

@@ -67,7 +67,6 @@ def parsed():
     parser.add_argument("--log", choices=["seldom", "flush"], default="seldom")
     parser.add_argument("--precision", choices=["fp32", "tf32", "bf16"], default="fp32")
     parser.add_argument("--pin", action="store_true")
-    parser.add_argument("--optimizer", choices=["fused", "loop"], default="fused")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -78,8 +77,7 @@ def main():
     if options.precision == "tf32":
         torch.set_float32_matmul_precision("high")
     model = network(options).to(options.device)
-    kind = {"fused": True} if options.optimizer == "fused" else {"foreach": False}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     pictures = Pictures(1024, options.width, options.decode_ms)
     loader = DataLoader(
         pictures, options.batch, shuffle=True, drop_last=True, pin_memory=options.pin

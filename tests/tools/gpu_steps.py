@@ -6,10 +6,7 @@ the other. Only what PyTorch would record is written down.
 
 from __future__ import annotations
 
-
-def event(kind, name, start, end, thread=1, **args):
-    head = {"ph": "X", "cat": kind, "name": name, "pid": 100, "tid": thread}
-    return head | {"ts": start, "dur": end - start, "args": args}
+from traces import slice_
 
 
 class Steps:
@@ -25,10 +22,10 @@ class Steps:
         self.marks.append(self.now)
 
     def op(self, name, start, end, **args):
-        self.events.append(event("cpu_op", name, start, end, **args))
+        self.events.append(slice_("cpu_op", name, start, end, **args))
 
     def _call(self, name, start, end, correlation):
-        self.events.append(event("cuda_runtime", name, start, end, correlation=correlation))
+        self.events.append(slice_("cuda_runtime", name, start, end, correlation=correlation))
 
     def _work(self, kind, name, gpu, earliest, **args):
         """One piece of the device's work, after everything before it."""
@@ -36,7 +33,7 @@ class Steps:
         start = max(earliest, self.done)
         self.done = start + gpu
         args |= {"stream": 7, "device": 0, "correlation": self.correlation}
-        self.events.append(event(kind, name, start, self.done, 7, **args) | {"pid": 0})
+        self.events.append(slice_(kind, name, start, self.done, 7, **args) | {"pid": 0})
         return self.correlation
 
     def launch(self, name="vectorized_elementwise_kernel", gpu=5.0, host=8.0, op="", **more):
@@ -67,7 +64,7 @@ class Steps:
         self._call("cudaMemcpyAsync", began + 1, began + 3, number)
         self._call("cudaStreamSynchronize", began + 3, self.done + 1, 0)
         self.now = self.done + 3
-        self.events.append(event("python_function", "train.py(40): train", began, self.now))
+        self.events.append(slice_("python_function", "train.py(40): train", began, self.now))
         for name in ("aten::item", "aten::_local_scalar_dense"):
             self.op(name, began, self.now)
 
@@ -78,7 +75,7 @@ class Steps:
             self.marked(mark, began)
 
     def marked(self, name: str, began: float) -> None:
-        self.events.append(event("user_annotation", name, began, self.now))
+        self.events.append(slice_("user_annotation", name, began, self.now))
 
     @property
     def lasts_ms(self) -> float:
@@ -88,5 +85,5 @@ class Steps:
     def trace_events(self) -> list[dict]:
         ends = [*self.marks[1:], self.now]
         spans = enumerate(zip(self.marks, ends, strict=True))
-        windows = [event("user_annotation", f"ProfilerStep#{n}", *span) for n, span in spans]
+        windows = [slice_("user_annotation", f"ProfilerStep#{n}", *span) for n, span in spans]
         return [*windows, *self.events]

@@ -50,12 +50,6 @@ def test_a_plain_loop_that_reads_slowly_and_writes_each_step():
     assert any("fsync" in lines[place - 1] for place in places)
 
 
-def test_tiny_kernels_and_an_optimizer_in_a_loop():
-    found = plain("--tiny-kernels", "--optimizer", "loop", "--keep-batches")
-    assert "compile" in [fix.name for fix in found.worth_it]
-    assert found.fix("optimizer").gain > 0.1
-
-
 def test_an_accelerate_script_through_its_launcher():
     script = str(SCRIPTS / "accelerate_script.py")
     launched = (str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "1", script)
