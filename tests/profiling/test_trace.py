@@ -158,6 +158,24 @@ def test_pageable_copy_to_the_host_waits_even_alone_but_one_to_the_gpu_does_not(
     ]
 
 
+def test_pytorchs_own_marks_serve_and_the_profilers_own_wait_is_none_of_the_loops():
+    """The update begins behind what a closure computes; the last wait begins after the step."""
+    events = [
+        mark("ProfilerStep#1", 0, 100),
+        mark("Optimizer.step#AdamW.step", 10, 120),
+        mark("backward", 20, 50),
+        call("cudaLaunchKernel", 60, 65, 1),
+        kernel("multi_tensor_apply_kernel", 70, 300, 1),
+        call("cudaDeviceSynchronize", 130, 300, 0),
+    ]
+    trace = Trace(events)
+    assert trace.phase_time["optimizer"] == [(us(50), us(100))]
+    assert (trace.phase_at(0.06), trace.phase_at(0.03)) == ("optimizer", "backward")
+    assert trace.waits == []
+    ((launch, ((_, category, ms),), wait),) = trace.launched()
+    assert (launch.name, category, ms, wait) == ("cudaLaunchKernel", "foreach", us(230), None)
+
+
 def test_without_a_gpu_what_does_not_apply_is_absent():
     host_only = [
         e for e in TWO_STEPS if e.get("cat") not in ("kernel", "gpu_memcpy", "cuda_runtime")
