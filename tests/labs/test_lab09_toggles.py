@@ -8,7 +8,6 @@ import torch
 from labutils.labs import lab09_toggles as toggles
 from labutils.labs.ladders import distinct_on
 from labutils.recipe import Recipe
-from labutils.results.records import REFERENCE, Runs, read_runs
 from labutils.training.step import build_optimizer
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
@@ -37,14 +36,6 @@ def test_a_cpu_is_given_what_it_can_tell_apart():
     on_cpu = distinct_on("cpu", toggles.switches("tiny"))
     assert next(iter(on_cpu)) == "base" and {"float32", "bf16", "tf32"}.isdisjoint(on_cpu)
     assert {"checkpointing", "accumulation", "8-bit optimizer"} <= on_cpu.keys()
-
-
-def test_the_table_says_what_was_changed_and_what_it_did():
-    runs = Runs(read_runs(REFERENCE, "09")).select(experiment="toggles")
-    rows = toggles.switch_table(list(runs)).set_index("switch")
-    assert rows.loc["checkpointing", "changes"] == "checkpointing=blocks"
-    assert rows.loc["checkpointing", "memory, %"] < 0
-    assert rows.loc["base", "against its base"].startswith("-")
 
 
 # ----------------------------------------------------------------------------------------- numbers
