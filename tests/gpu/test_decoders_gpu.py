@@ -85,6 +85,7 @@ def test_a_packed_batch_is_copied_without_waiting(waiting_is_an_error):
         torch.cuda.synchronize()
         waiting_is_an_error()
         trainer.run(4)
+        torch.cuda.set_sync_debug_mode("default")  # closing reads the losses
 
 
 @pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
