@@ -41,8 +41,8 @@ def test_a_cpu_is_given_what_it_can_tell_apart():
 # ----------------------------------------------------------------------------------------- numbers
 
 
-def test_fewer_bits_are_farther_off(tmp_path):
-    workload = open_workload("sd15-lora", "tiny", device="cpu", cache_dir=tmp_path)
+def test_fewer_bits_are_farther_off():
+    workload = open_workload("sd15-lora", "tiny", device="cpu")
     runs = toggles.numerical_effects(on_drawn_latents(workload))
     assert runs["tf32"].status.startswith("skipped")
     error = {name: run.metrics["gradient_error"] for name, run in runs.items() if run.ok}
@@ -71,15 +71,6 @@ def test_every_form_of_adamw_is_adamw(kind):
         reference.step()
     moved, meant = ours.detach() - start, exact.detach() - start
     assert (moved - meant).norm() / meant.norm() < (0.06 if kind == "adamw-8bit" else 1e-4)
-
-
-def test_eight_bits_are_a_quarter_of_the_state():
-    runs = toggles.optimizer_costs("tiny", "cpu")
-    assert runs["adamw-fused"].metrics["state_bytes"] == 8
-    assert 2 < runs["adamw-8bit"].metrics["state_bytes"] < 2.3
-    assert runs["adamw-loop"].metrics["update_error"] == 0
-    assert 0 < runs["adamw-8bit"].metrics["update_error"] < 0.1
-    assert runs["adamw-paged"].status.startswith("skipped")
 
 
 # ----------------------------------------------------------------------------- a variable's switch
