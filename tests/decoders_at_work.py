@@ -1,13 +1,9 @@
-"""Language and multimodal models at work: one micro-batch's loss and gradients, and runs that stop
-and go on.
-"""
+"""Language and multimodal models at work: a micro-batch's loss and gradients, a run's losses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
-import pytest
 import torch
 from recipes_at_work import adapter_gradients, perturb
 from torch import Tensor, nn
@@ -51,16 +47,3 @@ def losses_of(workload: DecoderWorkload, recipe: Recipe, steps: int) -> list[flo
         trainer.run(steps)
         trainer.driver.log.flush()
         return list(trainer.losses)
-
-
-def assert_resumes_where_it_stopped(
-    workload: DecoderWorkload, recipe: Recipe, folder: Path
-) -> None:
-    """Two steps, a checkpoint, and two more in another trainer end as four in a row do."""
-    with Trainer(workload, recipe, folder=folder) as first:
-        first.run(2)
-        first.save()
-    with Trainer(workload, recipe, folder=folder, resume=True) as second:
-        second.run(4)
-        second.driver.log.flush()
-    assert losses_of(workload, recipe, 4)[2:] == pytest.approx(second.losses, rel=1e-6)

@@ -109,12 +109,3 @@ def test_figures_words_code_tables_and_formulas_are_seen(page, pages, stem):
     for formula in page.locator("math").all():
         box = formula.bounding_box()
         assert box["width"] > 3 and box["height"] > 5, formula.inner_text()
-
-
-def test_a_formula_is_drawn_and_not_spelled(page, pages):
-    """A fraction stands above its line: MathML, where TeX's letters would be one line high."""
-    open_page(page, pages / f"{planted_lab.STEM}.html")
-    fraction = page.locator("math[display=block] mfrac")
-    letter = fraction.locator("mi").first.bounding_box()["height"]
-    assert fraction.bounding_box()["height"] > 1.5 * letter
-    assert "\\frac" not in page.locator("main").inner_text()

@@ -10,10 +10,10 @@ import weakref
 
 import pytest
 import torch
+from frozen_layers import language_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from labutils.layers.lora import attach_lora, count_trainable, lora_layers, merge
+from labutils.layers.lora import count_trainable, lora_layers, merge
 from labutils.layers.quantization.convert import (
     MAKERS,
     convert_base,
@@ -29,29 +29,10 @@ ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3, "nf4-frozen": 0.3, "nf4-fp8": 0.3}
 their norm."""
 
 
-def language_model(adapter="plain"):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=120, **sizes, **heads))
-    attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 8, adapter, seed=0)
-    for layer in lora_layers(model).values():
-        nn.init.normal_(layer.lora_B["default"].weight, std=0.02)
-    return model
-
-
-def test_frozen_linears_are_the_bases_and_the_unadapted_layers():
-    names = frozen_linears(language_model(), skip=("lm_head",))
-    assert len(names) == 14
-    assert "model.layers.0.self_attn.q_proj.base_layer" in names
-    assert "model.layers.1.self_attn.k_proj" in names
-    assert not any("lora_" in name or "lm_head" in name for name in names)
-
-
 @pytest.mark.parametrize(("kind", "adapter"), [*((k, "plain") for k in ON_CPU), ("nf4", "peft")])
 def test_the_model_computes_nearly_the_same_and_trains_its_adapter(kind, adapter):
-    model, plain = language_model(adapter), language_model(adapter)
-    tokens = torch.randint(120, (2, 11), generator=torch.Generator().manual_seed(0))
+    model, plain = language_model(adapter, 64), language_model(adapter, 64)
+    tokens = torch.randint(512, (2, 11), generator=torch.Generator().manual_seed(0))
     trainable, names = count_trainable(model), frozen_linears(model, skip=("lm_head",))
     assert convert_base(model, names, kind, torch.float32) == names
     assert count_trainable(model) == trainable
@@ -68,27 +49,21 @@ def test_the_model_computes_nearly_the_same_and_trains_its_adapter(kind, adapter
         merge(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_a_parameter"), [("fp8-frozen", 1.07), ("nf4", 0.6), ("nf4-frozen", 0.6)]
-)
-def test_the_old_weights_are_let_go(kind, bytes_a_parameter):
-    model = language_model()
+@pytest.mark.parametrize("kind", ["fp8-frozen", "nf4", "nf4-frozen"])
+def test_the_old_weights_are_let_go(kind):
+    model = language_model("plain", 64)
     names = frozen_linears(model, skip=("lm_head",))
     old = [weakref.ref(model.get_submodule(name).weight) for name in names]
-    parameters = sum(ref().numel() for ref in old)
     convert_base(model, names, kind, torch.float32)
     gc.collect()
     assert not any(ref() is not None for ref in old)
-    layers = [model.get_submodule(name) for name in names]
-    held = sum(t.nbytes for layer in layers for t in [*layer.parameters(), *layer.buffers()])
-    assert held < bytes_a_parameter * parameters
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind not in ON_CPU])
 def test_what_this_machine_lacks_is_said_before_anything_changes(kind):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    model = language_model()
+    model = language_model("plain", 64)
     before = dict(model.named_modules())
     with pytest.raises(Unavailable, match="NVIDIA GPU"):
         convert_base(model, frozen_linears(model), kind)

@@ -23,7 +23,7 @@ def problem(
     return hidden.to(dtype).requires_grad_(), weight.to(dtype), targets
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(
     st.integers(1, 40),
     st.integers(1, 9),

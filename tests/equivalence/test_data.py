@@ -29,7 +29,7 @@ from labutils.data.texts import LONG, SHORT, token_lengths, written
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
 
-FILES = 6
+FILES = 4
 
 
 @pytest.fixture(scope="module")
@@ -212,12 +212,12 @@ def test_order_depends_on_seed_and_epoch_alone():
 def test_workers_bring_the_same_batches_and_leave_training_noise_alone(examples):
     def batches(workers):
         loader = make_loader(examples, STOCK.but(num_workers=workers), epoch_length=1)
-        loader.sampler.go_to(2, start=3)
+        loader.sampler.go_to(2, start=1)
         return list(loader)
 
     state = torch.get_rng_state()
     alone, together = batches(0), batches(2)
     assert torch.equal(torch.get_rng_state(), state)
-    assert len(alone) == len(together) == FILES - 3
+    assert len(alone) == len(together) == FILES - 1
     for one, other in zip(alone, together, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)

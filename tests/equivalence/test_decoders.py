@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from decoders_at_work import (
-    assert_resumes_where_it_stopped,
     batch_of,
     losses_of,
     outcome,
@@ -24,16 +23,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.data.loader import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED
-from labutils.labs.ladders import A2_LADDER, A3_BASE, A3_LADDER, climb
+from labutils.labs.ladders import A3_BASE
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
 from labutils.training import Trainer
 from labutils.workloads import SCALES, open_workload
-from labutils.workloads.base import Work, around_the_same
+from labutils.workloads.base import around_the_same
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
 from labutils.workloads.decoder import (
-    ATTENTION,
     FP8_ROWS,
     TARGETS,
     attended_pairs,
@@ -146,15 +144,6 @@ def test_configurations_are_the_published_ones():
     llava = build_llava(SIZES["full"], META, torch.bfloat16).config
     assert (llava.image_token_index, llava.vision_feature_layer) == (32000, -2)
     assert llava.image_grid_pinpoints[:2] == [[336, 672], [672, 336]]
-
-
-def test_what_is_trained(workload):
-    """All seven projections of the decoder's blocks; of gpt-oss attention alone."""
-    model = workload.build(BASE)
-    trained = [name for name, p in model.network.named_parameters() if p.requires_grad]
-    expected = ATTENTION if workload.name.startswith("gpt-oss") else TARGETS
-    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained} == set(expected)
-    assert len(trained) == 2 * 2 * len(expected) and not any("vision" in name for name in trained)
 
 
 def test_trainers_share_the_frozen_weights_until_they_are_released(workload):
@@ -299,16 +288,6 @@ def test_forms_of_batches(workload):
     assert shape["packed"][0] < 5 and shape["packed"][1] == workload.token_budget(PACKED)
 
 
-def test_what_a_packed_batch_holds(workload):
-    batch, rows = batch_of(workload, PACKED, FIVE), workload.dataset(None, PACKED)
-    flat, marks = batch["input_ids"].flatten(), batch["boundaries"].tolist()
-    documents = [flat[a:b] for a, b in zip(marks, marks[1:], strict=False) if b > a]
-    for index in FIVE:
-        assert any(torch.equal(rows[index]["input_ids"], document) for document in documents)
-    starts = [mark for mark in marks[:-1] if mark < len(flat)]
-    assert (batch["positions"].flatten()[starts[:2]] == 0).all()
-
-
 def test_an_example_that_does_not_fit_is_refused(workload):
     with pytest.raises(ValueError, match="token_budget"):
         workload.collate(PACKED.but(token_budget=512))
@@ -401,36 +380,11 @@ def test_what_work_counts(workload):
     work = workload.work_of(OURS, batch_of(workload, OURS, TWO))
     assert (work.examples, work.tokens, work.useful_tokens) == (2, 2 * max(lengths), sum(lengths))
     plain, packed = workload.work(OURS), workload.work(PACKED.but(token_budget=16384))
-    assert workload.work(OURS.but(accumulation=4)) == plain * 4
-    assert workload.work(OURS.but(checkpointing="offload")).flops == plain.flops
     assert plain.useful_tokens / plain.tokens < 0.9 < packed.useful_tokens / packed.tokens
-    assert Work(1, 2, 3, 4, 5) + Work(10, 20, 30, 40, 50) == Work(11, 22, 33, 44, 55)
 
 
 # -------------------------------------------------------------------------------------------------
 # Training
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"base_linear": "nf4", "checkpointing": "blocks"},
-        {"base_linear": "nf4", "checkpointing": "offload"},
-    ],
-)
-def test_article_methods_train(qwen3, changes):
-    recipe = A3_BASE.but(micro_batch=1, predict="answers", **changes)
-    with Trainer(qwen3, recipe) as trainer:
-        trainer.run(3)
-    assert trainer.losses[0] == pytest.approx(6.93, abs=0.3)  # log of the vocabulary
-
-
-@pytest.mark.parametrize(("name", "ladder"), [(NAMES[1], A3_LADDER), (NAMES[2], A2_LADDER)])
-def test_a_ladder_ends_where_it_trains(name, ladder):
-    last = list(climb(ladder).values())[-1].but(compile="off")
-    with Trainer(opened(name), last) as trainer:
-        trainer.run(2)
 
 
 def test_titles_are_learned(qwen3):
@@ -439,8 +393,17 @@ def test_titles_are_learned(qwen3):
     assert max(losses[-3:]) < losses[0] - 0.3
 
 
-def test_a_packed_run_resumes_where_it_stopped(workload, tmp_path):
-    assert_resumes_where_it_stopped(workload, PACKED.but(micro_batch=1), tmp_path)
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
+def test_a_packed_run_resumes_where_it_stopped(name, tmp_path):
+    """Two steps, a checkpoint, and two more in another trainer end as four in a row do."""
+    workload, recipe = opened(name), PACKED.but(micro_batch=1)
+    with Trainer(workload, recipe, folder=tmp_path) as first:
+        first.run(2)
+        first.save()
+    with Trainer(workload, recipe, folder=tmp_path, resume=True) as second:
+        second.run(4)
+        second.driver.log.flush()
+    assert losses_of(workload, recipe, 4)[2:] == pytest.approx(second.losses, rel=1e-6)
 
 
 def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
@@ -462,25 +425,22 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
 # What is compiled
 
 
-@pytest.mark.parametrize(
-    ("name", "base", "graphs"), [(NAMES[0], "fp8-frozen", 2), (NAMES[2], "published", 3)]
-)
-def test_one_blocks_code_serves_all_blocks_and_all_lengths(name, graphs, base, nothing_compiled):
+def test_one_blocks_code_serves_all_blocks_and_all_lengths(llava, nothing_compiled):
     """Blocks compiled for any size: two graphs of the decoder's, whose first block has an input
     that needs no gradient, and one of the vision tower's."""
-    workload, recipe = opened(name), OURS.but(base_linear=base)
-    model = workload.build(recipe)
-    for block in workload.blocks(model):
+    model = llava.build(OURS)
+    for block in llava.blocks(model):
         block.compile(backend="aot_eager", dynamic=True)
     with Compilation() as compiled:
         for chosen in ([0], [1], [2]):
-            workload.loss(model, batch_of(workload, recipe, chosen), {}).backward()
-    assert (compiled.graphs, compiled.breaks.total()) == (graphs, 0)
+            llava.loss(model, batch_of(llava, OURS, chosen), {}).backward()
+    assert (compiled.graphs, compiled.breaks.total()) == (3, 0)
 
 
-def test_packed_rows_compile_once(workload, nothing_compiled):
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_packed_rows_compile_once(name, nothing_compiled):
     """The whole decoder, loss included, as one graph of one shape; the mixture's experts, too."""
-    recipe = PACKED.but(loss="fused")
+    workload, recipe = opened(name), PACKED.but(loss="fused")
     model = workload.build(recipe)
     model.decoder.compile(backend="aot_eager", dynamic=False, fullgraph=True)
     with Compilation() as compiled:
@@ -522,13 +482,9 @@ def test_a_compiled_checkpoint_computes_again_what_is_needed(qwen3, nothing_comp
     "change",
     [
         {"shapes": "packed"},
-        {"loss": "fused"},
         {"cache": "features"},
-        {"cache": "latents"},
-        {"adapter": "folded"},
         {"adapter": "none", "layers": "rewritten"},
         {"predict": "everything", "layers": "rewritten", "loss": "answers"},
-        {"memory_format": "channels_last"},
         {"driver": "graph", "optimizer": "adamw-fused"},
         {"checkpointing": "offload", "compile": "default"},
         {"checkpointing": "offload", "base_linear": "fp8-te"},

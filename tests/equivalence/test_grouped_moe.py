@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,11 +38,3 @@ def test_result_and_gradients_are_the_loops(tokens, choices, seed):
         results.append([out, *torch.autograd.grad(out, [x, shares], slope)])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_result_has_the_dtype_of_the_input(dtype):
-    layer = experts(torch.bfloat16)
-    x, shares = torch.randn(5, 16, dtype=dtype), torch.rand(5, 2)
-    chosen = torch.tensor([[0, 1], [1, 2], [5, 0], [3, 4], [0, 2]])
-    assert grouped_experts(layer, x, chosen, shares).dtype == dtype

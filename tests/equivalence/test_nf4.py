@@ -119,23 +119,6 @@ def test_the_levels_are_bitsandbytes_own():
     assert torch.equal(nf4_math.dynamic_levels(), bnb.create_dynamic_map())
 
 
-def test_the_papers_construction():
-    """Zero exact, one level more above than below, each side a normal distribution's quantiles
-    evenly spaced in probability: the steps from level to level all hold the same share of it."""
-    levels = nf4_math.nf4_levels().double()
-    assert (levels[0], levels[nf4_math.ZERO], levels[-1]) == (-1, 0, 1)
-    assert ((levels < 0).sum(), (levels > 0).sum()) == (7, 8)
-    covered = (1 - 1 / 32 + 1 - 1 / 30) / 2
-    assert round(covered, 7) == nf4_math.COVERED
-    probability = torch.special.ndtr(
-        levels * torch.special.ndtri(torch.tensor(covered, dtype=torch.float64))
-    )
-    for side in (probability[: nf4_math.ZERO + 1], probability[nf4_math.ZERO :]):
-        torch.testing.assert_close(
-            side.diff(), side.diff().mean().expand(len(side) - 1), rtol=1e-5, atol=0
-        )
-
-
 # NF4 against bitsandbytes
 
 
@@ -209,16 +192,6 @@ def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
     absmax = nf4_math.DoublyQuantised(differences, state.offset).restored()
     ours = NF4(packed.flatten(), absmax, x.shape)
     assert torch.equal(ours.restored(), restored_by_bitsandbytes(packed, state))
-
-
-def test_bits_a_parameter():
-    x = random(GROUP * BLOCK * 4)
-    w = quantise_nf4(x)
-    doubled = double_quantise(w.absmax).differences
-    held = [w.packed.nbytes, w.absmax.nbytes, doubled.codes.nbytes + doubled.absmax.nbytes]
-    expected = [4, nf4_math.constant_bits(), nf4_math.doubled_constant_bits()]
-    assert [8 * count / x.numel() for count in held] == expected
-    assert round(expected[2], 3) == 0.127
 
 
 # Errors

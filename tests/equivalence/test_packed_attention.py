@@ -59,22 +59,3 @@ def test_without_boundaries_a_row_is_one_document(rows):
     sinks = torch.randn(4)
     found, _ = document_attention(None, *given, None, 0.3, sliding_window=5, s_aux=sinks)
     torch.testing.assert_close(found, eager(*given, sinks, 5, 0.3))
-
-
-def test_a_fused_kernel_given_the_sinks_sum_has_their_gradients():
-    """What the GPU's operator relies on, with the CPU's fused kernel: its backward pass, told the
-    larger log-sum-exp and the shrunken result, gives the gradients of attention with sinks."""
-    torch.manual_seed(0)
-    given = [torch.randn(1, 4, 30, 8, requires_grad=True) for _ in range(3)]
-    sinks, slope = torch.randn(4), torch.randn(1, 30, 4, 8)
-    expected = eager(*given, sinks, 30, 0.3)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    plain = [x.detach() for x in given]
-    out, log_sum = kernel(*plain, 0.0, True, scale=0.3)
-    grown = torch.logaddexp(log_sum, sinks[:, None])
-    out = out * (log_sum - grown).exp()[..., None]
-    torch.testing.assert_close(out.transpose(1, 2), expected)
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    found = backward(slope.transpose(1, 2), *plain, out, grown, 0.0, True, scale=0.3)
-    for mine, theirs in zip(found, torch.autograd.grad(expected, given, slope), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

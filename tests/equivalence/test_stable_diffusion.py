@@ -13,7 +13,7 @@ from labutils.labs.ladders import A2_BASE
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable, lora_layers
 from labutils.recipe import STOCK
 from labutils.training import Trainer
-from labutils.workloads import SCALES, open_workload, stable_diffusion, workload_names
+from labutils.workloads import SCALES, open_workload
 from labutils.workloads.stable_diffusion import SIZES, TARGETS, _networks
 
 META = torch.device("meta")
@@ -90,11 +90,8 @@ def test_what_the_recipe_changes_about_the_work(workload):
     plain = workload.work(PLAIN)
     assert workload.work(PLAIN.but(adapter="folded")) == plain  # what is saved must show as time
     merged = workload.work(PLAIN.but(micro_batch=4, accumulation=1))
-    assert merged.flops == plain.flops
-    assert merged.bytes == plain.bytes / 4  # weights are read once
-    assert workload.work(PLAIN.but(precision="fp16")).bytes < 0.51 * plain.bytes
-    latents, text = (workload.work(PLAIN.but(cache=cache)) for cache in ("latents", "latents+text"))
-    assert plain.flops > latents.flops > text.flops and plain.bytes > latents.bytes > text.bytes
+    assert (merged.flops, merged.bytes) == (plain.flops, plain.bytes / 4)  # weights are read once
+    text = workload.work(PLAIN.but(cache="latents+text"))
     whole = workload.work(PLAIN.but(cache="latents+text", adapter="none"))
     assert 1.3 < whole.flops / text.flops < 1.6  # a trained weight's gradient is one product more
 
@@ -113,16 +110,6 @@ def test_encoded_examples_are_what_the_encoders_say(workload):
             torch.testing.assert_close(condition, text, rtol=1e-4, atol=1e-4)
 
 
-def test_drawn_latents_need_no_images_and_share_the_frozen_weights(workload):
-    drawn = stable_diffusion.on_drawn_latents(workload, rows=3)
-    recipe = PLAIN.but(cache="latents+text")
-    rows = drawn.dataset(None, recipe)
-    assert len(rows) == 3 and rows[0]["moments"].shape == (1, 8, 8, 8)
-    weights = [w.build(recipe).vae.encoder.conv_in.weight for w in (workload, drawn)]
-    assert weights[0] is weights[1]
-    assert len(workload.dataset(None, PLAIN)) == SIZES["tiny"].images  # it stays as it was
-
-
 @pytest.mark.parametrize(
     ("asked", "choices"),
     [
@@ -135,11 +122,6 @@ def test_drawn_latents_need_no_images_and_share_the_frozen_weights(workload):
 def test_what_is_not_known_is_named_with_what_is(asked, choices):
     with pytest.raises(ValueError, match=choices):
         open_workload(**{"name": "sd15-lora", "scale": "tiny", "device": "cpu"} | asked)
-
-
-def test_every_workload_opens():
-    for name in workload_names():
-        assert open_workload(name, scale="tiny", device="cpu").name == name
 
 
 @pytest.mark.parametrize(("memory_gb", "scale"), [(None, "tiny"), (16.0, "small"), (80.0, "full")])

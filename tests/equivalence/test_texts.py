@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.data.packing import IGNORED
 from labutils.data.texts import (
     LONG,
     LONGEST,
     SHORT,
     Chat,
-    Conversations,
     Text,
     expected_longest,
     from_hub,
@@ -67,17 +65,6 @@ def test_what_is_too_long_keeps_its_form(tokenizer, stretched):
     assert len(chat.before) < asked < 60 - len(chat.after)
     with pytest.raises(ValueError, match="chat form"):
         chat.generated(SHORT, 3, shorter=40)
-
-
-@pytest.mark.parametrize("everything", [True, False])
-def test_labels_are_what_is_to_be_predicted(tokenizer, everything):
-    conversations = Chat(tokenizer).generated(SHORT, 3, shorter=4)
-    examples = Conversations(conversations, everything)
-    for index, (ids, asked) in enumerate(conversations):
-        labels = examples[index]["labels"]
-        assert torch.equal(labels[asked:], ids[asked:])
-        assert (labels[:asked] == IGNORED).all() != everything
-        assert (labels[1:] != IGNORED).sum() == examples.predicted(index)
 
 
 def test_real_rows_become_texts(tmp_path, monkeypatch):

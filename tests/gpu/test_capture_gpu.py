@@ -18,10 +18,7 @@ from labutils.training import Trainer
 from labutils.training.logs import RingLog
 from labutils.workloads import open_workload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 STEPS = 3
 EAGER = PLAIN.but(logging="ring-buffer", optimizer="adamw-fused", max_grad_norm=1e9)

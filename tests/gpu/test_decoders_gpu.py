@@ -1,21 +1,22 @@
-"""What LLaVA-NeXT, Qwen3 and gpt-oss have in common on a GPU: no host waits, one CUDA graph, copies
-on the way.
+"""What LLaVA-NeXT, Qwen3 and gpt-oss have in common on a GPU: half precision, no host waits, one
+CUDA graph, checkpoints.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-from decoders_at_work import batch_of, losses_of
+from decoders_at_work import batch_of, losses_of, outcome
+from recipes_at_work import assert_same_gradients
+from torch.nn.functional import cosine_similarity
 
 from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.cuda_graph import compile_blocks
+from labutils.profiling.recompilation import Compilation
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 BASES = {"llava-lora-varied": A2_BASE, "qwen3-lora-long": A3_BASE, "gpt-oss-lora-long": A3_BASE}
 WAITING = ["llava-lora-varied", "gpt-oss-lora-long"]
@@ -72,6 +73,49 @@ def test_the_published_forward_pass_does_wait(name, waiting_is_an_error):
         workload.loss(model, batch, {})
 
 
+def test_a_packed_batch_is_copied_without_waiting(waiting_is_an_error):
+    """Page-locked by the loader, the next batch travels while the GPU still computes."""
+    workload = open_workload("llava-lora-varied", scale="tiny", device="cuda")
+    recipe = A2_BASE.but(layers="rewritten", adapter="plain", logging="ring-buffer").but(
+        shapes="packed", token_budget=8192, dynamic="static", loss="answers"
+    )
+    recipe = recipe.but(optimizer="adamw-fused", pin_memory=True, non_blocking=True)
+    with Trainer(workload, recipe) as trainer:
+        trainer.run(2)
+        torch.cuda.synchronize()
+        waiting_is_an_error()
+        trainer.run(4)
+        torch.cuda.set_sync_debug_mode("default")  # closing reads the losses
+
+
+@pytest.mark.parametrize("shapes", ["as-they-come", "packed"])
+def test_bfloat16_is_near_transformers_float32(workload, ours, packed, shapes):
+    """gpt-oss's tiny router may choose other experts in half precision, which moves single
+    gradients further.
+    """
+    recipe = {"as-they-come": ours, "packed": packed}[shapes]
+    chosen = [7, 1, 4, 2] if workload.name.startswith("llava") else [3, 5]
+    plain = BASES[workload.name].but(adapter="plain", driver="eager", precision="fp32")
+    expected, gradients = outcome(workload, plain, chosen)
+    loss, found = outcome(workload, recipe, chosen)
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
+    if not workload.name.startswith("gpt-oss"):
+        assert_same_gradients(found, gradients, rtol=0.1)
+    for name, gradient in gradients.items():
+        assert cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.9, name
+
+
+def test_packed_blocks_compile_without_breaks(workload, packed, nothing_compiled):
+    """The decoder's first block, whose input needs no gradient, its others, and the vision tower's
+    block.
+    """
+    recipe = packed.but(compile="default", compile_scope="blocks")
+    with Compilation() as compiled, Trainer(workload, recipe) as trainer:
+        trainer.run(5)
+    assert compiled.graphs == (3 if workload.name.startswith("llava") else 2)
+    assert compiled.breaks.total() == 0
+
+
 @pytest.mark.parametrize(
     "change", [{}, {"compile": "default", "compile_scope": "blocks"}, {"loss": "fused"}]
 )
@@ -91,6 +135,12 @@ def test_compiled_checkpoints_train_as_kept_activations_do(
         losses_of(workload, compiled.but(checkpointing=mode), 6) for mode in ("off", "blocks")
     )
     assert again == pytest.approx(kept, rel=5e-3)
+
+
+def test_compiled_blocks_can_be_offloaded(workload, packed, nothing_compiled):
+    compiled = packed.but(compile="default", compile_scope="blocks", checkpointing="offload")
+    losses = losses_of(workload, compiled, 3)
+    assert losses == pytest.approx(losses_of(workload, packed, 3), rel=5e-3)
 
 
 @pytest.mark.parametrize("base", ["published", "fp8-frozen", "nf4-frozen", "nf4-fp8"])

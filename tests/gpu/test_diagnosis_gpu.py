@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from labutils.labs.ladders import A3_BASE
 from labutils.recipe import STOCK
@@ -18,7 +17,6 @@ from labutils.workloads import open_workload
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(180),
 ]
 

@@ -1,5 +1,5 @@
-"""All frozen low-bit layers on the hardware alike: one compiled graph, captured, and nothing kept
-but the output.
+"""All frozen low-bit layers on the hardware alike: the CPU's numbers, one compiled graph, captured,
+and nothing kept but the output.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from labutils.profiling import cuda
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("full_float32"),
     pytest.mark.parametrize("kind", [FrozenFP8Linear, FrozenNF4Linear, FrozenNF4FP8Linear]),
 ]
 random = functools.partial(frozen_layers.random, device="cuda")
 
 
-def layer_of(kind, k: int, n: int) -> nn.Module:
+def layer_of(kind, k: int, n: int, dtype=torch.bfloat16, bias: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    return kind.from_linear(
-        nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    )
+    linear = nn.Linear(k, n, bias=bias, device="cuda", dtype=dtype)
+    return kind.from_linear(linear.requires_grad_(False))
 
 
 class Block(nn.Module):
@@ -41,6 +39,19 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.silu(self.up(x)))
+
+
+@pytest.mark.parametrize("rows", [0, 15, 577])
+def test_the_gpu_computes_what_the_cpu_does(kind, rows):
+    """FP8's product is the hardware's here, and emulated there."""
+    layer = layer_of(kind, 256, 128, torch.float32, bias=True)
+    x, dy = random(rows, 256), random(rows, 128, seed=1)
+    ours = passes(layer, x, dy)
+    expected = passes(layer.cpu(), x.cpu(), dy.cpu())
+    for mine, theirs in zip(ours, expected, strict=True):
+        assert mine.shape == theirs.shape
+        if rows:
+            assert relative_error(mine.cpu(), theirs) < 5e-3
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -29,7 +29,6 @@ from labutils.workloads.stable_diffusion import SIZES, _networks
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 IMAGES = 256

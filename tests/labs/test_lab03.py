@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from labutils.data.images import captioned_images
-from labutils.labs import lab03_pinned_memory, lab03_shared_memory
+from labutils.labs import lab03_shared_memory
 from labutils.labs.lab03_shared_memory import batch_bytes, most_workers, needed_bytes, try_workers
 from labutils.recipe import STOCK
-from labutils.workloads import open_workload
 
 MIB = 2**20
 needs_mounts = pytest.mark.skipif(
@@ -62,13 +61,3 @@ def test_a_child_that_dies_or_never_speaks_is_reported(tmp_path: Path) -> None:
     died = try_workers(file, workers=1, shm_bytes=64 * MIB).metrics
     assert died["outcome"] == "crashed" and "Error" in died["message"]
     assert try_workers(tmp_path, 1, 64 * MIB, limit_s=0.3).metrics["outcome"] == "hung"
-
-
-def test_the_copies_of_a_step_are_timed_in_four_ways() -> None:
-    workload = open_workload("sd15-lora", scale="tiny", device="cpu")
-    base = STOCK.but(driver="eager", optimizer="adamw-fused", accumulation=1)
-    runs = lab03_pinned_memory.two_by_two(workload, base, 2, 1)
-    ways = {(run.tags["memory"], run.tags["copy"]) for run in runs.values()}
-    assert len(ways) == 4 and len(runs) == 5, "the base is measured twice"
-    for run in runs.values():
-        assert run.has(again=True) or 0 < run.metric("host_copy_ms") < run.metric("step_ms")

@@ -59,16 +59,6 @@ def test_int8_suffers_from_outliers_where_fp8_does_not():
     assert spoilt["forward row"] < 2 * even["forward row"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("published", 4), ("fp8-frozen", 1 + 4 / 128), ("nf4", 0.53), ("nf4-frozen", 0.52)],
-)
-def test_bytes_a_parameter(kind, expected):
-    run = lab05_fp8_products.layer_costs(kind, torch.randn(4, 128), 256)
-    assert run.metrics == {"bytes_a_parameter": pytest.approx(expected, rel=0.05)}
-    assert run.tags == {"experiment": "layer", "layer": kind}
-
-
 def test_where_a_challenger_wins_for_good():
     sizes = (1, 2, 4, 8)
     times = Run("05", "", metrics={f"plain {n}": 1.0 for n in sizes})

@@ -109,25 +109,6 @@ def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied, cap
 # The ladder
 
 
-def rung(cost: float, base_linear: str = "published") -> Run:
-    metrics = {"ms_per_1k_useful_tokens": cost, "tflops": 500.0, "useful_tokens": 0.8}
-    return Run("06", "", recipe={"base_linear": base_linear}, metrics=metrics)
-
-
-def test_what_the_ladder_reaches(varied):
-    climbed = {"bf16": rung(90), "top": rung(30), "fp8": rung(31, "fp8-frozen")}
-    cells = [cell("bf16", 1, 1), cell("fp8-frozen", 1, 1)]
-    cells[0].metrics |= {"weights_gb": 14, "peak_allocated_gb": 20}
-    cells[1].metrics |= {"weights_gb": 7, "peak_allocated_gb": 13}
-    metrics = lab06_anyres.reached(varied, QUICK, climbed, cells, rate=800)
-    assert metrics["useful_speedup"] == pytest.approx(3)
-    assert metrics["mfu_fp8"] == metrics["mfu_bf16"] == pytest.approx(0.5)
-    assert (metrics["weights_share"], metrics["memory_share"]) == pytest.approx((0.5, 0.65))
-    assert metrics["graphs"] == metrics["compilations_after_warmup"] == 0
-    with pytest.raises(ValueError, match="No rung"):
-        lab06_anyres.best_rung({"bf16": Run("06", "", status="oom")})
-
-
 # Seeds
 
 

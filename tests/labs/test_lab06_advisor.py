@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from labutils.labs.lab06_advisor import advise, guide, options_from, published
-from labutils.results.judges.effects import paid_after
 from labutils.results.records import Run, Runs
 
 OPTIONS = pd.DataFrame(
@@ -57,14 +56,6 @@ def test_why_a_method_is_left_out():
     assert list(advice.index[:2]) == ["bf16", "qlora"]
     with pytest.raises(ValueError, match="above 0"):
         advise(OPTIONS, vram_gb=math.nan, steps=10)
-
-
-def test_a_slower_start_is_paid_back_by_shorter_steps_or_never():
-    slow, quick = cell("bf16", 1, 500), cell("compile", 1, 300)
-    quick.metrics["first_step_s"] = 21.0
-    assert paid_after(slow, quick) == pytest.approx(100)
-    assert paid_after(quick, slow) == math.inf
-    assert paid_after(slow, Run("06", "", status="oom")) is paid_after(None, quick) is None
 
 
 def test_options_are_the_measured_cells_of_a_batch_size():

@@ -49,12 +49,6 @@ def test_a_block_keeps_what_a_real_one_keeps_under_autocast(size, method):
     assert kept[0] == pytest.approx(kept[1], rel=0.1)
 
 
-def test_every_saving_saves():
-    peaks = {n: sum(large.memory_gb(QWEN3_32B, m, 4).values()) for n, m in METHODS.items()}
-    assert peaks["LoRA"] > peaks["LoRA, checkpointed"] > peaks["QLoRA"] > peaks["unsloth"]
-    assert peaks["QLoRA, not checkpointed"] > peaks["QLoRA"]
-
-
 # The two cards
 
 
@@ -65,13 +59,6 @@ def test_dense_models_are_the_peaks_ratio_apart_and_waiting_ones_the_batches():
     assert two["h100_moe_long"] == pytest.approx(0.5)  # 16 texts against 32
     assert two["moe_long_blackwell_ratio"] == pytest.approx(2)
     assert (two["h100_gaps_longer"], two["blackwell_less_energy"]) == (1, 1)
-
-
-def test_two_models_are_compared_where_their_kernels_were_measured():
-    traced = {family: replace(b, program=PROGRAM, host=Host(1e-6)) for family, b in BASES.items()}
-    assert large.two_cards(traced)["moe_over_dense_long"] > 1
-    alone, both = large.two_cards({"moe": BASES["moe"]}), large.two_cards(BASES)
-    assert alone.items() < both.items() and "moe_over_dense_long" not in both
 
 
 def test_with_a_host_that_takes_no_time_the_h100_wins_everything():
@@ -110,9 +97,3 @@ def test_the_bounds_of_the_claims_are_the_dense_peaks():
         32 * 3600 * large.card(name).dense["bf16"] * 1e12 / flops for name in (BLACKWELL, H100)
     ]
     assert claims.claim("A3.32b.h100-long").how["fastest"] == pytest.approx(bounds, rel=1e-3)
-
-
-def test_steps_stand_beside_the_articles_counts():
-    frame = large.large_steps(BASES)
-    assert list(frame["article A3"]) == [11000, 27000, 3600, 9200, 9400, 9200, 7300, 5200]
-    assert list(frame["examples"]) == [32] * 7 + [16]

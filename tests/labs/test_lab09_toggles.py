@@ -8,7 +8,6 @@ import torch
 from labutils.labs import lab09_toggles as toggles
 from labutils.labs.ladders import distinct_on
 from labutils.recipe import Recipe
-from labutils.results.records import REFERENCE, Runs, read_runs
 from labutils.training.step import build_optimizer
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
@@ -39,19 +38,11 @@ def test_a_cpu_is_given_what_it_can_tell_apart():
     assert {"checkpointing", "accumulation", "8-bit optimizer"} <= on_cpu.keys()
 
 
-def test_the_table_says_what_was_changed_and_what_it_did():
-    runs = Runs(read_runs(REFERENCE, "09")).select(experiment="toggles")
-    rows = toggles.switch_table(list(runs)).set_index("switch")
-    assert rows.loc["checkpointing", "changes"] == "checkpointing=blocks"
-    assert rows.loc["checkpointing", "memory, %"] < 0
-    assert rows.loc["base", "against its base"].startswith("-")
-
-
 # ----------------------------------------------------------------------------------------- numbers
 
 
-def test_fewer_bits_are_farther_off(tmp_path):
-    workload = open_workload("sd15-lora", "tiny", device="cpu", cache_dir=tmp_path)
+def test_fewer_bits_are_farther_off():
+    workload = open_workload("sd15-lora", "tiny", device="cpu")
     runs = toggles.numerical_effects(on_drawn_latents(workload))
     assert runs["tf32"].status.startswith("skipped")
     error = {name: run.metrics["gradient_error"] for name, run in runs.items() if run.ok}
@@ -80,15 +71,6 @@ def test_every_form_of_adamw_is_adamw(kind):
         reference.step()
     moved, meant = ours.detach() - start, exact.detach() - start
     assert (moved - meant).norm() / meant.norm() < (0.06 if kind == "adamw-8bit" else 1e-4)
-
-
-def test_eight_bits_are_a_quarter_of_the_state():
-    runs = toggles.optimizer_costs("tiny", "cpu")
-    assert runs["adamw-fused"].metrics["state_bytes"] == 8
-    assert 2 < runs["adamw-8bit"].metrics["state_bytes"] < 2.3
-    assert runs["adamw-loop"].metrics["update_error"] == 0
-    assert 0 < runs["adamw-8bit"].metrics["update_error"] < 0.1
-    assert runs["adamw-paged"].status.startswith("skipped")
 
 
 # ----------------------------------------------------------------------------- a variable's switch

@@ -55,12 +55,6 @@ def test_the_layout_is_put_there_once_and_then_is_the_learners(start, tmp_path):
         assert start().root_dir == str(HOUSE)
 
 
-def test_the_layout_opens_what_is_there():
-    data = WORKSPACE["data"]
-    opened = [value["data"]["path"] for key, value in data.items() if key.startswith("notebook:")]
-    assert opened and all((HOUSE / path).exists() for path in opened)
-
-
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_the_gpu_display_needs_a_gpu_and_the_learners_settings_stay(start, gpus):
     server = start(gpus)
@@ -68,15 +62,6 @@ def test_the_gpu_display_needs_a_gpu_and_the_learners_settings_stay(start, gpus)
     assert "school" in server.tornado_settings["headers"]["Content-Security-Policy"]
     assert server.jpserver_extensions["a_tool_of_theirs"] is False
     assert server.jpserver_extensions.get("jupyterlab_nvdashboard", True) == (gpus > 0)
-
-
-def test_a_save_drops_what_opening_put_in_and_nothing_else(start):
-    hook = start().config.FileContentsManager.pre_save_hook
-    metadata = {"kernelspec": {"name": "python3"}, "language_info": {"version": "3.12.12"}}
-    notebook = {"type": "notebook", "content": {"metadata": metadata, "cells": ["mine"]}}
-    hook(model=notebook, path="notebooks/00.ipynb", contents_manager=None)
-    kept = {"metadata": {"kernelspec": {"name": "python3"}}, "cells": ["mine"]}
-    assert notebook["content"] == kept
 
 
 @pytest.mark.parametrize("plugin", OVERRIDES)
