@@ -17,13 +17,13 @@ from typing import Any
 import pandas as pd
 
 from labutils.labs.ladders import A3_BASE
-from labutils.profiling import ddp_model
+from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import STOCK, Recipe, Unavailable
 from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, Runs, summarise
 from labutils.training.launch_worker import Task
-from labutils.training.launcher import Ended, gpu_count, launch
+from labutils.training.launcher import Ended, launch
 
 SD_RECIPE = STOCK.but(
     driver="eager",
@@ -100,9 +100,8 @@ def cases(lab: Any) -> list[Case]:
         sources = {"weights": lab.weights, "data": lab.data, "cache_dir": str(lab.cache_dir)}
         return {"name": name, "scale": scale} | sources
 
-    tiny = lab.scale == "tiny"
     sd, qwen = opened("sd15-lora", lab.scale), opened("qwen3-lora-long", lab.scale)
-    small = opened("qwen3-lora-long", "tiny" if tiny else "small")
+    small = opened("qwen3-lora-long", "tiny" if lab.scale == "tiny" else "small")
     lora = SD_RECIPE.but(micro_batch=SD_BATCH[lab.scale])
     whole = SD_RECIPE.but(adapter="none", micro_batch=WHOLE_BATCH[lab.scale])
     return [
@@ -215,7 +214,7 @@ def device_for(lab: Any) -> str:
 
     Raises `Unavailable` where neither is meant.
     """
-    if (gpus := gpu_count()) > 1:
+    if (gpus := cuda.count()) > 1:
         return "cuda"
     if lab.scale == "tiny":
         return "cpu"
@@ -267,9 +266,8 @@ def comparisons(runs: Iterable[Run]) -> pd.DataFrame:
             if before is None or after is None:
                 continue
             # As the medians beside it: all steps, whatever they took in.
-            effect = time_effect(
-                *(of_times(run, run.samples["step_ms"]) for run in (before, after))
-            )
+            both = [of_times(run, run.samples["step_ms"]) for run in (before, after)]
+            effect = time_effect(*both)
             rows.append(
                 {
                     "training": f"{plain.workload}, {plain.tags['trained']}",
@@ -327,7 +325,7 @@ def topology() -> Run:
 
     Raises `Unavailable` with fewer than two GPUs.
     """
-    if gpu_count() < 2:
+    if cuda.count() < 2:
         raise Unavailable("a connection takes two GPUs, and this machine shows fewer")
     command = ["nvidia-smi", "topo", "-m"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -343,8 +341,8 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
     """Rank 1 is killed after five steps; all go on, and it raises after seven; as many as can share
     the batch without it go on to the end. All from the same checkpoints, one every second step.
 
-    Metrics of the first two: `failed`, `first_rank`, `left_behind` (processes and files that had to
-    be cleared away), `checkpoint_step` and `message`.
+    Metrics of the first two: `failed`, `first_rank`, `left_behind` (processes that had to be
+    ended), `checkpoint_step` and `message`.
     """
     recipe = case.for_ranks(ranks).as_dict()  # the global batch, however many train
     runs = {}
@@ -393,11 +391,9 @@ def nccl_trial(ranks: int, settings: Mapping[str, str]) -> Run:
     ended = launch([task], ranks, "cuda", 150, SAY_ALL | dict(settings))
     run = ended.runs.get(task.name) or Run("10", task.name, status=error_of(ended), tags=tags)
     said = read_nccl_log(ended.log)
-    run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}
-    if "transports" in said:
-        run.metrics["transport"] = ", ".join(said["transports"])
-    if "chosen" in said:
-        run.metrics["chosen"] = said["chosen"].get(max(TRIED_SIZES), "")
+    said["transport"] = ", ".join(said.pop("transports", {}))
+    said["chosen"] = said.pop("chosen", {}).get(max(TRIED_SIZES))
+    run.metrics |= {name: value for name, value in said.items() if value}
     return run
 
 

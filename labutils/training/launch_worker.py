@@ -22,13 +22,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from labutils.profiling import cuda
 from labutils.profiling.collectives import communication, time_all_reduce
 from labutils.profiling.machine import default_device
-from labutils.profiling.timing import StepTimes
+from labutils.profiling.timing import StepClock, StepTimes
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
@@ -212,38 +211,23 @@ def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
     Measured on one more optimizer step, on its last backward pass: on a GPU by events in the
     stream, so that it is the GPU's time and not the host's.
     """
-    marks: dict[int, tuple[torch.cuda.Event | float, int]] = {}
-    on_gpu = trainer.workload.device.type == "cuda"
+    clock, sizes = StepClock(trainer.workload.device), []
 
     def arrived(parameter: Tensor) -> None:
-        marks[id(parameter)] = (_mark(on_gpu), parameter.grad.nbytes)
+        clock.mark(data_ms=0.0)
+        sizes.append(parameter.grad.nbytes)
 
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trainer.parameters]
+    clock.start()
     try:
         trainer.step()
     finally:
         for hook in hooks:
             hook.remove()
-    if on_gpu:
-        torch.cuda.synchronize()
-    first = next(iter(marks.values()))[0]
-    arrivals = sorted(
-        (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size)
-        for mark, size in marks.values()
-    )
-    last = arrivals[-1][0]
-    return {
-        "lead_ms": [round(last - at, 4) for at, _ in arrivals],
-        "lead_bytes": [size for _, size in arrivals],
-    }
-
-
-def _mark(on_gpu: bool) -> torch.cuda.Event | float:
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    last = len(sizes) // trainer.recipe.accumulation
+    apart = clock.stop().step_ms[-last:]
+    leads = [round(sum(apart[place + 1 :]), 4) for place in range(last)]
+    return {"lead_ms": leads, "lead_bytes": sizes[-last:]}
 
 
 def _run(task: Task, status: RankStatus, folder: str) -> Run:

@@ -5,13 +5,12 @@
     ended.runs["ddp 2"]; ended.message
 
 The ranks are started by torchrun's own library, `torch.distributed.elastic`. The notebook's process
-never joins their process group. They have a time limit, and what a rank that was killed leaves
-behind is cleared away.
+never joins their process group. They have a time limit, and processes that a killed rank leaves
+behind are ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -36,7 +35,6 @@ from labutils.training.launch_worker import RUNS, RankStatus, Task
 TIMEOUT_S = 420.0
 MARK = "LABUTILS_LAUNCH"
 """All processes of a launch carry its id in their environment under this name."""
-SHM = Path("/dev/shm")
 LOOK_S = 1.0
 """How often a launch looks for what its ranks have done."""
 
@@ -48,7 +46,7 @@ class Ended:
     runs: those that were finished, by name. message: "" where all went well, else what happened,
     rank by rank, in words. first: the rank that failed first; None where none failed.
     checkpoint_step: of the whole checkpoint that there is to go on from. log: what the ranks
-    printed. left: processes and files that had to be cleared away.
+    printed. left: numbers of the processes that outlived it and were ended.
     """
 
     runs: dict[str, Run]
@@ -56,7 +54,7 @@ class Ended:
     first: int | None = None
     checkpoint_step: int | None = None
     log: str = ""
-    left: Sequence[str] = ()
+    left: Sequence[int] = ()
 
     def or_raise(self) -> Ended:
         """Itself. Raises `RuntimeError` where not all went well."""
@@ -82,9 +80,9 @@ def launch(
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: it takes 1 or more.")
-    if device == "cuda" and ranks > gpu_count():
+    if device == "cuda" and ranks > cuda.count():
         raise Unavailable(
-            f"{ranks} ranks need {ranks} GPUs, one each, and this machine shows {gpu_count()}"
+            f"{ranks} ranks need {ranks} GPUs, one each, and this machine shows {cuda.count()}"
         )
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
         folder, mark, until = Path(name), uuid.uuid4().hex, time.monotonic() + timeout_s
@@ -102,7 +100,8 @@ def launch(
                     _look(folder, runs, each)
                 in_time = failures.done()
             finally:  # after Ctrl-C as well
-                left = _clear_away(mark)
+                # A rank that is killed ends none of its DataLoader workers.
+                left = end_marked(MARK, mark)
         _look(folder, runs, each)  # what was written while the ranks were being ended
         log = _log(folder)
         message, first, step = "", None, None
@@ -154,49 +153,20 @@ def _start(ranks: int, folder: Path, variables: Mapping[str, str]) -> dict[int, 
 
 
 def rank_variables(ranks: int, device: str) -> dict[str, str]:
-    """What each rank has in its environment: the GPUs of the launch, of which it takes the one of
-    its local rank, and its share of the cores. Left alone, every rank would start a thread a core.
+    """What each rank has in its environment beside this process's own: its share of the cores. Left
+    alone, every rank would start a thread a core.
     """
     threads = str(max(1, usable_cores() // ranks))
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
-    gpus = ",".join(shown.split(",")[:ranks]) if device == "cuda" else ""
-    return {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "CUDA_VISIBLE_DEVICES": gpus,
-        "TQDM_DISABLE": "1",
-    }
-
-
-def gpu_count() -> int:
-    """GPUs that a launch may use."""
-    return cuda.count()
+    variables = {"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1"}
+    return variables | ({} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def _look(folder: Path, runs: dict[str, Run], each: Callable[[Run], None]) -> None:
     """Add the runs that were written since, and call `each` with them."""
-    records = [{"lab": "", **record} for record in read_records(folder / RUNS)]
-    for run in runs_of(records):
+    for run in runs_of(read_records(folder / RUNS)):
         if run.run not in runs:
             runs[run.run] = run
             each(run)
-
-
-def _clear_away(mark: str) -> list[str]:
-    """End every process of a launch that is still there, and delete what it left in shared memory;
-    what that was.
-
-    A rank that is killed ends none of its DataLoader workers, and they outlive it for some seconds.
-    All processes of a launch carry its mark in their environment. PyTorch's files in /dev/shm carry
-    their process's number ("torch_123_...").
-    """
-    pids = end_marked(MARK, mark)
-    left = [f"process {pid}" for pid in pids]
-    for path in (path for pid in pids for path in SHM.glob(f"torch_{pid}_*")):
-        with contextlib.suppress(OSError):
-            path.unlink()
-            left.append(str(path))
-    return left
 
 
 def _log(folder: Path) -> str:

@@ -69,17 +69,17 @@ import torch
 
 from labutils.course import plots
 from labutils.labs import lab10_distributed
-from labutils.profiling import ddp_model
+from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import Link
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, to_frame
-from labutils.training.launcher import gpu_count, rank_variables
+from labutils.training.launcher import rank_variables
 
 plots.use_style()
 
 # %%
 tiny = lab.scale == "tiny"
-count = ranks or max(2, gpu_count())
+count = ranks or max(2, cuda.count())
 timed = steps or (4 if tiny else 10)
 cases = lab10_distributed.cases(lab)
 alone: list[Run] = []  # what one process does
@@ -694,9 +694,9 @@ with lab.attempt("Going on with fewer ranks", experiment="crash", event="resumed
     plt.show()
 
 # %% [markdown]
-# (A killed process can't clean up after itself. The course's launcher marks its processes by an environment variable,
-# finds what the dead rank left, such as DataLoader workers and files in `/dev/shm`, and removes it; *left behind* in
-# the run's record counts it.)
+# (A killed process can't clean up after itself: its DataLoader workers go on for some seconds. The course's launcher marks
+# its processes by an environment variable, finds those that the dead rank left, and ends them; *left behind* in the run's
+# record counts them.)
 #
 # **Takeaway.** Plan for a rank to die: checkpoints that are complete at any moment, a time limit on waiting, a launcher
 # that says who failed first. If a checkpoint doesn't depend on the number of ranks, you can continue with any number that

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from labutils.labs import lab10_distributed
-from labutils.profiling import ddp_model
+from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import SIZES, Link
 from labutils.recipe import Unavailable
 from labutils.training.launch_worker import Task
-from labutils.training.launcher import Ended, gpu_count, launch
+from labutils.training.launcher import Ended, launch
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -137,4 +137,4 @@ def test_a_rank_dies_and_the_other_s_word_is_kept(parallel, fail, tmp_path):
 
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(Unavailable, match="GPUs, one each"):
-        launch([], gpu_count() + 1, "cuda")
+        launch([], cuda.count() + 1, "cuda")

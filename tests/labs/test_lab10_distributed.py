@@ -126,7 +126,7 @@ def test_a_crash_is_told_by_its_runs(monkeypatch):
         (task,) = tasks
         asked.append((task.fail, ranks, task.resume))
         if task.fail:
-            return Ended({}, "Rank 1 was killed.", 1, checkpoint_step=4, left=["process 7"])
+            return Ended({}, "Rank 1 was killed.", 1, checkpoint_step=4, left=[7])
         return Ended({task.name: Run("", task.name, metrics={"resumed_at": 6, "loss": [1.0]})})
 
     monkeypatch.setattr(lab10, "launch", launched)

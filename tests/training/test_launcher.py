@@ -75,8 +75,7 @@ def test_a_rank_that_is_killed_is_named_with_its_step(killed):
 
 def test_nobody_waits_for_a_rank_that_is_gone_and_nothing_of_it_stays(killed):
     """Its DataLoader worker outlives it by some seconds, and nobody has told it to end."""
-    left = [int(left.split()[1]) for left in killed.left if left.startswith("process ")]
-    running = [psutil.Process(pid) for pid in left if psutil.pid_exists(pid)]
+    running = [psutil.Process(pid) for pid in killed.left if psutil.pid_exists(pid)]
     running += psutil.Process().children(recursive=True)
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in running)
 
@@ -154,9 +153,8 @@ def test_who_failed_first_is_whom_the_others_lost(codes, first, tmp_path):
 
 def test_each_rank_gets_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(launcher, "usable_cores", lambda: 8)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     variables = launcher.rank_variables(2, "cuda")
-    assert (variables["OMP_NUM_THREADS"], variables["CUDA_VISIBLE_DEVICES"]) == ("4", "4,5")
+    assert variables["OMP_NUM_THREADS"] == "4" and "CUDA_VISIBLE_DEVICES" not in variables
     assert launcher.rank_variables(16, "cpu")["OMP_NUM_THREADS"] == "1"
 
 
