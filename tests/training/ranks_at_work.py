@@ -52,7 +52,6 @@ CASES: dict[str, tuple[str, Recipe]] = {
     ),
     "ddp, workers": ("sd15-lora", SD.but(cache="nothing", num_workers=1, persistent_workers=True)),
     "ddp, folded": ("sd15-lora", SD.but(adapter="folded")),
-    "accelerate": ("sd15-lora", SD.but(driver="accelerate", adapter="peft", **FOUR)),
     "fsdp": ("sd15-lora", SD.but(**FSDP)),
     "fsdp, no_sync": ("sd15-lora", SD.but(**FSDP, **FOUR)),
     "whole": ("sd15-lora", SD.but(**WHOLE)),
