@@ -54,12 +54,10 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "ddp, folded": ("sd15-lora", SD.but(adapter="folded")),
     "fsdp": ("sd15-lora", SD.but(**FSDP)),
     "fsdp, no_sync": ("sd15-lora", SD.but(**FSDP, **FOUR)),
-    "whole": ("sd15-lora", SD.but(**WHOLE)),
     "whole, fsdp": ("sd15-lora", SD.but(**WHOLE, **FSDP)),
     "qwen": ("qwen3-lora-short", QWEN),
     "qwen, fsdp": ("qwen3-lora-short", QWEN.but(**FSDP)),
     "qwen, packed": ("qwen3-lora-short", QWEN.but(shapes="packed", micro_batch=1)),
-    "qwen, whole": ("qwen3-lora-short", QWEN.but(layers="published", loss="logits", **WHOLE)),
     "qwen, whole, fsdp": (
         "qwen3-lora-short",
         QWEN.but(layers="published", loss="logits", **WHOLE, **FSDP),

@@ -151,13 +151,6 @@ def test_who_failed_first_is_whom_the_others_lost(codes, first, tmp_path):
     assert rank == first and message.startswith(f"Rank {first} failed at start: Lost")
 
 
-def test_each_rank_gets_its_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr(launcher, "usable_cores", lambda: 8)
-    variables = launcher.rank_variables(2, "cuda")
-    assert variables["OMP_NUM_THREADS"] == "4" and "CUDA_VISIBLE_DEVICES" not in variables
-    assert launcher.rank_variables(16, "cpu")["OMP_NUM_THREADS"] == "1"
-
-
 def test_a_rank_without_a_gpu_says_what_to_type(monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

@@ -23,13 +23,11 @@ assert os.environ.get("TORCHINDUCTOR_CACHE_DIR", own).startswith(own)
 assert os.environ["UNSLOTH_MEGA_CACHE"] == "0"
 
 class FastLanguageModel:
-    loaded = jobs = 0
+    jobs = 0
 
     def from_pretrained(model, max_seq_length, load_in_4bit, fix_tokenizer, use_exact_model_name):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         assert max_seq_length == {LONGEST} and load_in_4bit and use_exact_model_name
-        FastLanguageModel.loaded += 1
-        assert FastLanguageModel.loaded == 1
         tokenizer = AutoTokenizer.from_pretrained(model)
         return AutoModelForCausalLM.from_pretrained(model).float(), tokenizer
 
@@ -79,14 +77,6 @@ def test_one_process_does_the_jobs_and_what_was_done_before_its_end_is_kept(
     assert a.metrics["useful_tokens"] < 0.9 < b.metrics["useful_tokens"]
     assert (tmp_path / "a.csv").exists()
     assert c.status.endswith("out of patience") and c.recipe["shapes"] == "packed"
-
-
-def test_a_model_that_cannot_be_loaded_ends_the_process(workload, stand_in, tmp_path):
-    broken = STAND_IN.replace("assert max_seq_length", 'raise OSError("no such layer") #')
-    (tmp_path / "unsloth.py").write_text(broken)
-    with pytest.raises(RuntimeError, match="no such layer"):
-        train_with_unsloth({"a": Job(workload, A3_BASE, 2, {})}, tmp_path)
-    assert "Traceback" in (tmp_path / unsloth_run.PRINTED).read_text()
 
 
 def test_it_is_not_asked_where_it_cant_run(workload, tmp_path, monkeypatch):
