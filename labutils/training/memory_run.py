@@ -204,9 +204,5 @@ def _memory_gib() -> list[str]:
     """Allocated, reserved and peak memory in 1024^3 bytes; empty texts without a GPU."""
     if not cuda.available():
         return [""] * 3
-    reads = (
-        torch.cuda.memory_allocated,
-        torch.cuda.memory_reserved,
-        torch.cuda.max_memory_allocated,
-    )
-    return [f"{read() / 1024**3:.4f}" for read in reads]
+    now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return [f"{size / 1024**3:.4f}" for size in (*now, torch.cuda.max_memory_allocated())]
