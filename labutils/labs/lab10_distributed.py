@@ -8,25 +8,22 @@ in the same time. Runs are told apart by their tags: workload, trained ("lora", 
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from labutils.labs.ladders import A3_BASE
-from labutils.profiling import ddp_model
+from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import STOCK, Recipe, Unavailable
 from labutils.results.judges.effects import time_effect
 from labutils.results.records import Run, Runs, summarise
 from labutils.training.launch_worker import Task
-from labutils.training.launcher import TIMEOUT_S, Ended, gpu_count, launch
+from labutils.training.launcher import Ended, launch
 
 SD_RECIPE = STOCK.but(
     driver="eager",
@@ -85,18 +82,10 @@ class Case:
         """The recipe of a step that `ranks` share, each taking `micro_steps` micro-batches."""
         return self.recipe.but(accumulation=ranks * micro_steps, **changes)
 
-    def task(
-        self,
-        what: str,
-        recipe: Recipe,
-        tags: Mapping[str, Any],
-        kind: str = "train",
-        **options: Any,
-    ) -> Task:
-        """A task whose run has this case's tags and `tags`."""
-        name = f"{self.prefix} {what}".strip()
-        tags = self.tags | dict(tags)
-        return Task(kind, name, self.opened, recipe.as_dict(), tags=tags, **options)
+    def task(self, what: str, recipe: Recipe, tags: Mapping[str, Any], **options: Any) -> Task:
+        """A task that times this recipe, and whose run has this case's tags and `tags`."""
+        name, tags = f"{self.prefix} {what}".strip(), self.tags | dict(tags)
+        return Task("train", name, self.opened, recipe.as_dict(), tags=tags, **options)
 
     def run(self, runs: Iterable[Run], strategy: str, **tags: Any) -> Run | None:
         """The run of this case that has these tags and no others, if it went well."""
@@ -111,9 +100,8 @@ def cases(lab: Any) -> list[Case]:
         sources = {"weights": lab.weights, "data": lab.data, "cache_dir": str(lab.cache_dir)}
         return {"name": name, "scale": scale} | sources
 
-    tiny = lab.scale == "tiny"
     sd, qwen = opened("sd15-lora", lab.scale), opened("qwen3-lora-long", lab.scale)
-    small = opened("qwen3-lora-long", "tiny" if tiny else "small")
+    small = opened("qwen3-lora-long", "tiny" if lab.scale == "tiny" else "small")
     lora = SD_RECIPE.but(micro_batch=SD_BATCH[lab.scale])
     whole = SD_RECIPE.but(adapter="none", micro_batch=WHOLE_BATCH[lab.scale])
     return [
@@ -138,8 +126,8 @@ def plan_alone(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) -> li
     options = {"steps": steps, "warmup": 1 if tiny else 2, "alone": True, "arrivals": True}
     shares = [case.task("one process", case.recipe, tags, **options) for case in chosen]
     same, whole = tags | {"same_batch": True}, chosen[0].for_ranks(ranks)
-    options = {"kind": "run", "steps": CRASH_STEPS, "alone": True}
-    shares.insert(1, chosen[0].task("one process, same batch", whole, same, **options))
+    batch = chosen[0].task("one process, same batch", whole, same, steps=CRASH_STEPS, alone=True)
+    shares.insert(1, replace(batch, kind="run"))
     return [link, *shares]
 
 
@@ -176,10 +164,8 @@ def plan_together(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) ->
     return plan + sharded
 
 
-TASK_S = 40.0
-"""How long one of many tasks may take on average."""
-DOWNLOADING_S = 7200.0
-"""How long a launch may take where checkpoints may have to be downloaded."""
+TIMEOUT_S = {"random": 900.0, "hub": 7200.0}
+"""How long a launch may take, by where weights or data are from: the hub's are downloaded in it."""
 
 
 def measured(
@@ -193,33 +179,29 @@ def measured(
     """Add the runs of `tasks`, each as `judge` has it, to `into`.
 
     They are as an interrupted lab left them, or launched now; each is kept as soon as it is there.
-    A task that a rank fails in is on record with the reason, and another launch does those behind
-    it, unless the first one brought nothing. Raises for the first failure once all is done.
+    A task that a rank fails in ends the launch: it is on record with the reason, and so are those
+    behind it. Raises for that failure.
     """
     recipes = {task.name: Recipe(**task.recipe) if task.recipe else None for task in tasks}
     taken = lab.take_left(recipes)
     into += taken.values()
-    timeout_s = max(TIMEOUT_S, TASK_S * len(tasks))
-    if "hub" in (lab.weights, lab.data):
-        timeout_s = DOWNLOADING_S
 
     def keep(run: Run) -> None:
         into.append(judge(run))
         lab.keep(run, lane="same work")
 
-    ended: list[Ended] = []
     left = [task for task in tasks if task.name not in taken]
-    while left:
-        ended.append(launch(left, ranks, device, timeout_s, each=keep))
-        left = [task for task in left if task.name not in ended[-1].runs]
-        if left:  # they are done one after the other
-            failed = left.pop(0)
-            status = error_of(ended[-1])
-            lab.keep(Run("10", failed.name, status=status, recipe=failed.recipe, tags=failed.tags))
-        if not ended[-1].runs:
-            break
-    for one in ended:
-        one.or_raise()
+    if not left:
+        return
+    timeout_s = TIMEOUT_S["hub" if "hub" in (lab.weights, lab.data) else "random"]
+    ended = launch(left, ranks, device, timeout_s, each=keep)
+    undone = [task for task in left if task.name not in ended.runs]
+    for task in undone:
+        status = error_of(ended)
+        if task is not undone[0]:
+            status = f"error: not run, as the launch ended in *{undone[0].name}*"
+        lab.keep(Run("10", task.name, status=status, recipe=task.recipe, tags=task.tags))
+    ended.or_raise()
 
 
 def error_of(ended: Ended) -> str:
@@ -232,7 +214,7 @@ def device_for(lab: Any) -> str:
 
     Raises `Unavailable` where neither is meant.
     """
-    if (gpus := gpu_count()) > 1:
+    if (gpus := cuda.count()) > 1:
         return "cuda"
     if lab.scale == "tiny":
         return "cpu"
@@ -243,10 +225,6 @@ def device_for(lab: Any) -> str:
 
 
 # ------------------------------------------------------------------------------ what it comes to
-
-
-def link_of(run: Run) -> Link:
-    return Link.of(run.samples, run.metrics["ranks"])
 
 
 def predictions(case: Case, one: Run, link: Link) -> dict[str, ddp_model.PredictedStep]:
@@ -288,9 +266,8 @@ def comparisons(runs: Iterable[Run]) -> pd.DataFrame:
             if before is None or after is None:
                 continue
             # As the medians beside it: all steps, whatever they took in.
-            effect = time_effect(
-                *(of_times(run, run.samples["step_ms"]) for run in (before, after))
-            )
+            both = [of_times(run, run.samples["step_ms"]) for run in (before, after)]
+            effect = time_effect(*both)
             rows.append(
                 {
                     "training": f"{plain.workload}, {plain.tags['trained']}",
@@ -343,27 +320,13 @@ def of_times(run: Run, step_ms: Sequence[float]) -> Run:
     return replace(run, metrics={"step_ms": summarise(step_ms)}, samples={"step_ms": list(step_ms)})
 
 
-NETWORKS = {
-    "1 GbE": 0.125,
-    "10 GbE": 1.25,
-    "25 GbE": 3.1,
-    "100 GbE": 12.5,
-    "400G InfiniBand": 50.0,
-    "NVLink": 450.0,
-}
-"""Name -> GB/s in one direction, as their names say (NVLink: an H100's or H200's): upper limits of
-the bus bandwidth."""
-
-
 def topology() -> Run:
     """What connects the GPUs by `nvidia-smi topo -m`: how many `connections`, and each one's name.
 
-    Raises `Unavailable` without the command, or with fewer than two GPUs.
+    Raises `Unavailable` with fewer than two GPUs.
     """
-    if gpu_count() < 2:
+    if cuda.count() < 2:
         raise Unavailable("a connection takes two GPUs, and this machine shows fewer")
-    if not shutil.which("nvidia-smi"):
-        raise Unavailable("nvidia-smi, which comes with NVIDIA's driver, is not installed here")
     command = ["nvidia-smi", "topo", "-m"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     named = {f"GPU {a} and GPU {b}": link for (a, b), link in read_topology(shown).items()}
@@ -378,8 +341,8 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
     """Rank 1 is killed after five steps; all go on, and it raises after seven; as many as can share
     the batch without it go on to the end. All from the same checkpoints, one every second step.
 
-    Metrics of the first two: `failed`, `first_rank`, `left_behind` (processes and files that had to
-    be cleared away), `checkpoint_step` and `message`.
+    Metrics of the first two: `failed`, `first_rank`, `left_behind` (processes that had to be
+    ended), `checkpoint_step` and `message`.
     """
     recipe = case.for_ranks(ranks).as_dict()  # the global batch, however many train
     runs = {}
@@ -390,21 +353,20 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
             ("rank raises", ranks, {"fail": "raise", "fails": (1, 7), "resume": True}),
             ("resumed on fewer ranks", fewer_than(ranks), {"resume": True}),
         ):
-            task = Task("run", "crash", case.opened, recipe, **always | options)
+            task = Task("run", event, case.opened, recipe, **always | options)
             ended = launch([task], on, device, timeout_s=240)
-            # Where the folder was is this machine's business.
-            message = ended.message.replace(folder, Path(folder).name)
-            runs[event] = ended.runs.get("crash") or Run("10", event)
-            runs[event].run = event
-            runs[event].tags = {"experiment": "crash", "event": event}
-            if message and not task.fail:
-                runs[event].status = f"error: {' '.join(message.split())}"
+            run = runs[event] = ended.runs.get(event) or Run("10", event)
+            run.tags = {"experiment": "crash", "event": event}
             if task.fail:
-                metrics = {"failed": int(not ended.ok), "left_behind": len(ended.left)}
-                metrics |= {"first_rank": ended.first[0]} if ended.first else {}
-                if ended.checkpoint_step is not None:
-                    metrics["checkpoint_step"] = ended.checkpoint_step
-                runs[event].metrics = metrics | {"message": message}
+                run.metrics = {
+                    "failed": int(bool(ended.message)),
+                    "left_behind": len(ended.left),
+                    "message": ended.message,
+                }
+                places = {"first_rank": ended.first, "checkpoint_step": ended.checkpoint_step}
+                run.metrics |= {name: n for name, n in places.items() if n is not None}
+            elif ended.message:
+                run.status = error_of(ended)
     return runs
 
 
@@ -415,58 +377,24 @@ def fewer_than(ranks: int) -> int:
 
 # ------------------------------------------------------------------------------ NCCL's variables
 
-TRIALS = (
-    {"NCCL_DEBUG": "INFO"},
-    {"NCCL_P2P_DISABLE": "1"},
-    {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
-    {"NCCL_ALGO": "Tree"},
-    {"NCCL_PROTO": "LL"},
-    {"NCCL_SOCKET_IFNAME": "lo"},
-    {"NCCL_IB_DISABLE": "1"},
-)
 TRIED_SIZES = (2**10, 2**20, 2**26)
 
 
-def nccl_trials(ranks: int) -> dict[str, Run]:
-    """Name -> run of each of `TRIALS`. They start side by side, and work one at a time."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(TRIALS)) as pool:
-        runs = pool.map(lambda settings: nccl_trial(ranks, settings, f"{folder}/turn"), TRIALS)
-        return {run.run: run for run in runs}
-
-
-def nccl_trial(ranks: int, settings: Mapping[str, str], turn: str = "") -> Run:
+def nccl_trial(ranks: int, settings: Mapping[str, str]) -> Run:
     """The all-reduce's times with these variables, in a launch of its own: NCCL reads them once.
 
-    `metrics` holds what it says of its ways as well. turn: see `Task`.
+    `metrics` holds what it says of its ways as well.
     """
-    task = Task("all-reduce", "all-reduce", sizes=TRIED_SIZES, turn=turn)
-    ended = launch([task], ranks, "cuda", 150, SAY_ALL | dict(settings))
-    run = ended.runs.get("all-reduce") or Run("10", "", status=error_of(ended))
     words = " ".join(f"{variable}={value}" for variable, value in settings.items())
-    run.run, run.tags = f"nccl {words}", {"experiment": "nccl", "settings": words}
+    tags = {"experiment": "nccl", "settings": words}
+    task = Task("all-reduce", f"nccl {words}", sizes=TRIED_SIZES, tags=tags)
+    ended = launch([task], ranks, "cuda", 150, SAY_ALL | dict(settings))
+    run = ended.runs.get(task.name) or Run("10", task.name, status=error_of(ended), tags=tags)
     said = read_nccl_log(ended.log)
-    run.metrics |= {key: said[key] for key in ("channels", "network", "version") if key in said}
-    if "transports" in said:
-        run.metrics["transport"] = ", ".join(said["transports"])
-    if "chosen" in said:
-        run.metrics["chosen"] = said["chosen"].get(max(TRIED_SIZES), "")
+    said["transport"] = ", ".join(said.pop("transports", {}))
+    said["chosen"] = said.pop("chosen", {}).get(max(TRIED_SIZES))
+    run.metrics |= {name: value for name, value in said.items() if value}
     return run
-
-
-def nccl_table(runs: Iterable[Run]) -> pd.DataFrame:
-    """One row a trial: NCCL's way, and the times of its three messages."""
-    return pd.DataFrame(
-        {
-            "setting": run.tags["settings"],
-            "way": run.metrics.get("transport"),
-            "channels": run.metrics.get("channels"),
-            "64 MiB goes by": run.metrics.get("chosen"),
-            "1 KiB, µs": 1e3 * run.samples["all_reduce_ms"][0],
-            "1 MiB, ms": run.samples["all_reduce_ms"][1],
-            "64 MiB, GB/s": run.samples["bus_gb_per_s"][2],
-        }
-        for run in runs
-    )
 
 
 def slower(trials: Iterable[Run], settings: str) -> float | None:
@@ -475,4 +403,4 @@ def slower(trials: Iterable[Run], settings: str) -> float | None:
     usual, other = (known.one(settings=words) for words in ("NCCL_DEBUG=INFO", settings))
     if usual is None or other is None:
         return None
-    return other.samples["all_reduce_ms"][-1] / usual.samples["all_reduce_ms"][-1]
+    return other.metric("largest_ms") / usual.metric("largest_ms")

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 __all__ = ["TorchDispatchMode", "tree_leaves"]
 
@@ -31,19 +30,6 @@ def forget_other_precision(precision: str) -> None:
 
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
         AcceleratorState._reset_state()
-
-
-def prepared_loader(loader: DataLoader, device: torch.device, non_blocking: bool) -> Any:
-    """accelerate's loader around one that hands out this rank's share already. accelerate is told
-    of one process, and not to divide the batches again.
-    """
-    from accelerate.data_loader import prepare_data_loader
-
-    prepared = prepare_data_loader(
-        loader, device, 1, 0, put_on_device=True, non_blocking=non_blocking
-    )
-    prepared._is_accelerate_prepared = True
-    return prepared
 
 
 # ------------------------------------------------------------------------------ PyTorch

@@ -13,7 +13,7 @@ profiling, results and the recipe.
 
 from labutils.training.benchmark import Benchmark, compare, measure, train
 from labutils.training.memory_run import MemoryLog
-from labutils.training.subprocess_run import compile_ahead, try_isolated
+from labutils.training.subprocess_run import try_isolated
 from labutils.training.trainer import Trainer
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "MemoryLog",
     "Trainer",
     "compare",
-    "compile_ahead",
     "measure",
     "train",
     "try_isolated",

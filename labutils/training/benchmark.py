@@ -29,7 +29,6 @@ from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization import Utilization
 from labutils.recipe import Recipe
 from labutils.results.records import Run, status_of, summarise
-from labutils.training import distributed
 from labutils.training.distributed import bytes_here
 from labutils.training.trainer import Hooks, Trainer
 from labutils.workloads.base import Work, Workload
@@ -37,7 +36,6 @@ from labutils.workloads.base import Work, Workload
 LOG = logging.getLogger(__name__)
 """Failures with their tracebacks, at the level INFO: a run's status has one line."""
 AfterStep = Callable[[Trainer], None]
-Meet = Callable[[Trainer], None]
 ROUNDS = {"tiny": 3, "small": 8, "full": 8}
 """Rounds of a comparison by scale. Effects are bootstrapped over rounds, which takes 8 or more; at
 tiny, where times are judged by nobody, 3 keep a lab within two minutes."""
@@ -234,14 +232,10 @@ class Benchmark:
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """A context that keeps the reason why a recipe failed. With several ranks it raises the
-        error: the other ranks are in the same step, and wait for this one.
-        """
+        """A context that keeps the reason why a recipe failed."""
         try:
             yield
         except Exception as error:
-            if not distributed.here().alone:
-                raise
             self.failed[name] = status_of(error)
             LOG.info('"%s" failed', name, exc_info=True)
 
@@ -277,9 +271,7 @@ class Candidate:
 
     warmup: steps after the first. after_step: is called with the trainer after every step, timed or
     not. same_batches: every round times the same batches, so that recipes whose steps differ in
-    length can be compared step by step. meet: is called with the trainer once after its first step,
-    to show it what would be compiled later; neither timed nor in the peak memory. hooks: the
-    trainer's, see `trainer.Hooks`.
+    length can be compared step by step. hooks: the trainer's, see `trainer.Hooks`.
     """
 
     def __init__(
@@ -289,7 +281,6 @@ class Candidate:
         warmup: int,
         after_step: AfterStep | None = None,
         same_batches: bool = False,
-        meet: Meet | None = None,
         **hooks: Unpack[Hooks],
     ) -> None:
         self.after_step = after_step
@@ -302,10 +293,6 @@ class Candidate:
         self.steps_to_drain = steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
         try:
             self.first_step_s = measure(self.trainer, 1, after_step).step_ms[0] / 1e3
-            if meet is not None:
-                meet(self.trainer)
-                cuda.empty_cache()
-                cuda.reset_peak_memory()
             warm = measure(self.trainer, warmup, after_step)
         except BaseException:
             self.trainer.close()

@@ -141,7 +141,6 @@ def share_of(recipe: Recipe, ranks: int) -> int:
 
 
 FSDP_NEEDS: dict[str, tuple[str, ...]] = {
-    "driver": ("eager",),  # where nothing wraps the model a second time
     "precision": ("bf16", "fp32"),  # in fp16 each rank would see its own shard's overflows alone
     "base_linear": ("published",),  # it cuts plain weights
     "adapter": ("none", "plain", "peft"),  # folded ones read weights before they are gathered
@@ -160,8 +159,10 @@ def check(recipe: Recipe, ranks: int, examples: int) -> None:
             f"{ranks} ranks take {ranks * recipe.micro_batch} examples at a time, and the dataset "
             f"has {examples}. Use fewer ranks, or a smaller micro_batch."
         )
-    if recipe.driver == "graph":
-        raise ValueError("driver='graph' records one process. Use driver='eager' on several ranks.")
+    if recipe.driver != "eager":
+        raise ValueError(
+            f"driver={recipe.driver!r} is for one process. Use driver='eager' on several ranks."
+        )
     if recipe.parallel != "fsdp":
         return
     for knob, values in FSDP_NEEDS.items():
@@ -180,32 +181,24 @@ def distribute(
     """Have the trained part of `model` share its work with the other ranks, in place; what then
     synchronises gradients.
 
-    None where nothing was done: alone, or by accelerate, which wraps the model itself, in the same
-    classes.
+    None where nothing was done: alone.
     """
-    if ranks.alone or recipe.driver == "accelerate":
+    if ranks.alone:
         return None
     if recipe.parallel == "fsdp":
         return _shard(workload, model, recipe, ranks)
     name, trained = workload.trained(model)
     devices = [ranks.local] if workload.device.type == "cuda" else None
     wrapped = nn.parallel.DistributedDataParallel(
-        trained, device_ids=devices, **ddp_options(recipe)
+        trained,
+        device_ids=devices,
+        broadcast_buffers=False,  # none is trained
+        bucket_cap_mb=recipe.bucket_cap_mb or None,
+        gradient_as_bucket_view=recipe.gradient_as_bucket_view,
+        static_graph=recipe.static_graph,
     )
     setattr(model, name, wrapped)
     return wrapped
-
-
-def ddp_options(recipe: Recipe) -> dict[str, Any]:
-    """What the recipe says to DistributedDataParallel. No buffer is trained, so none is sent every
-    step.
-    """
-    return {
-        "broadcast_buffers": False,
-        "bucket_cap_mb": recipe.bucket_cap_mb or None,
-        "gradient_as_bucket_view": recipe.gradient_as_bucket_view,
-        "static_graph": recipe.static_graph,
-    }
 
 
 def _shard(workload: Workload, model: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:

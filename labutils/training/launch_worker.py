@@ -16,19 +16,18 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from labutils.profiling import cuda
 from labutils.profiling.collectives import communication, time_all_reduce
 from labutils.profiling.machine import default_device
-from labutils.profiling.timing import StepTimes
+from labutils.profiling.timing import StepClock, StepTimes
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
@@ -48,8 +47,7 @@ class Task:
     "all-reduce" (of `sizes` bytes, timed). name, tags: of its run. alone: rank 0 does it by itself
     and the others wait. traced: optimizer steps recorded by the profiler after the timing.
     arrivals: the time at which each gradient is ready is measured, too. fail: "raise" or "kill" of
-    `fails` (rank, step). turn: a file; of launches side by side that name the same one, one at a
-    time does its "all-reduce".
+    `fails` (rank, step).
     """
 
     kind: str
@@ -67,68 +65,70 @@ class Task:
     resume: bool = False
     fail: str = ""
     fails: tuple[int, int] = (0, 0)
-    turn: str = ""
     tags: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class RankStatus:
-    """Where a rank is. Its file in the launch's `folder` is replaced whole at each change.
+    """Where a rank is. Its file in the launch's folder is replaced whole at each change.
 
-    state: "starting", "training", "failed" or "done". step: optimizer steps done of `task`. at:
-    when the state changed, in seconds since 1970. error: what it failed with.
+    step: optimizer steps done of `task`; no task: it hasn't begun. error: what it failed with. at:
+    when this changed, in seconds since 1970.
     """
 
     rank: int
-    folder: str = ""
-    pid: int = field(default_factory=os.getpid)
-    state: str = "starting"
     task: str = ""
     step: int = 0
     error: str = ""
-    at: float = field(default_factory=time.time)
+    done: bool = False
+    at: float = 0.0
 
-    def write(self, **changes: Any) -> None:
+    def write(self, folder: str, **changes: Any) -> None:
         vars(self).update(changes, at=time.time())
-        new = Path(self.folder) / f"rank{self.rank}.new"
+        new = Path(folder) / f"rank{self.rank}.new"
         new.write_text(json.dumps(asdict(self)), encoding="utf-8")
         os.replace(new, new.with_suffix(".json"))
 
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> RankStatus:
+        """What the rank wrote last; one that couldn't even start has written nothing."""
+        path = folder / f"rank{rank}.json"
+        return cls(**json.loads(path.read_text("utf-8"))) if path.exists() else cls(rank)
+
 
 def main(path: str) -> None:
-    """One rank, from its first status to its last."""
+    """All tasks of one rank, and how it ends."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
-    status = RankStatus(int(os.environ["RANK"]), job["folder"])
-    status.write()  # with its own process's number
+    status = RankStatus(int(os.environ["RANK"]))
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
             distributed.join(job["timeout_s"])
         for task in job["tasks"]:
-            _do(Task(**task), status)
+            _do(Task(**task), status, job["folder"])
         distributed.leave()
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:600]
-        status.write(state="failed", error=said)
+        status.write(job["folder"], error=said)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: taking a process group down waits for ranks that are gone
-    status.write(state="done")
+    status.write(job["folder"], done=True)
 
 
-def _do(task: Task, status: RankStatus) -> None:
+def _do(task: Task, status: RankStatus, folder: str) -> None:
     me = distributed.here()
-    status.write(state="training", task=task.name, step=0)
+    status.write(folder, task=task.name, step=0)
     gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
     cuda.empty_cache()
     run = None
     if me.rank == 0 or not task.alone:
         with distributed.by_itself() if task.alone else nullcontext():
-            run = TASKS[task.kind](task, status)
+            run = TASKS[task.kind](task, status, folder)
     if task.alone:
         me.all(None)  # the others wait here, at no cost to the device
     if me.rank == 0:
         run.tags = task.tags
-        with (Path(status.folder) / RUNS).open("a", encoding="utf-8") as file:
+        with (Path(folder) / RUNS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(run.record()) + "\n")
 
 
@@ -166,7 +166,7 @@ def encoded_once(workload: Workload) -> Callable[[Any, Recipe], Any]:
     return dataset
 
 
-def _train(task: Task, status: RankStatus) -> Run:
+def _train(task: Task, status: RankStatus, folder: str) -> Run:
     """Time a recipe: first step, warm-up, timed steps; then a trace, where one is asked for."""
     workload, recipe = _workload(task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
@@ -181,9 +181,8 @@ def _train(task: Task, status: RankStatus) -> Run:
             run.samples |= gradient_arrivals(trainer)
             run.metrics |= _to_gather(trainer)
         if task.traced:
-            folder = Path(status.folder) / f"traces-{status.rank}"
-            wait = candidate.steps_to_settle
-            trace = profile(trainer, task.traced, folder, with_stack=False, wait=wait)
+            traces, wait = Path(folder) / f"traces-{status.rank}", candidate.steps_to_settle
+            trace = profile(trainer, task.traced, traces, with_stack=False, wait=wait)
             metrics, computing, communicating = communication(trace)
             run.metrics |= metrics
             run.samples |= {"computing_ms": computing, "communicating_ms": communicating}
@@ -212,47 +211,32 @@ def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
     Measured on one more optimizer step, on its last backward pass: on a GPU by events in the
     stream, so that it is the GPU's time and not the host's.
     """
-    marks: dict[int, tuple[torch.cuda.Event | float, int]] = {}
-    on_gpu = trainer.workload.device.type == "cuda"
+    clock, sizes = StepClock(trainer.workload.device), []
 
     def arrived(parameter: Tensor) -> None:
-        marks[id(parameter)] = (_mark(on_gpu), parameter.grad.nbytes)
+        clock.mark(data_ms=0.0)
+        sizes.append(parameter.grad.nbytes)
 
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in trainer.parameters]
+    clock.start()
     try:
         trainer.step()
     finally:
         for hook in hooks:
             hook.remove()
-    if on_gpu:
-        torch.cuda.synchronize()
-    first = next(iter(marks.values()))[0]
-    arrivals = sorted(
-        (first.elapsed_time(mark) if on_gpu else (mark - first) * 1e3, size)
-        for mark, size in marks.values()
-    )
-    last = arrivals[-1][0]
-    return {
-        "lead_ms": [round(last - at, 4) for at, _ in arrivals],
-        "lead_bytes": [size for _, size in arrivals],
-    }
+    last = len(sizes) // trainer.recipe.accumulation
+    apart = clock.stop().step_ms[-last:]
+    leads = [round(sum(apart[place + 1 :]), 4) for place in range(last)]
+    return {"lead_ms": leads, "lead_bytes": sizes[-last:]}
 
 
-def _mark(on_gpu: bool) -> torch.cuda.Event | float:
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _run(task: Task, status: RankStatus) -> Run:
+def _run(task: Task, status: RankStatus, folder: str) -> Run:
     """Train with checkpoints, and fail where the task says so."""
     workload, recipe = _workload(task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
 
     def after_step(trainer: Trainer) -> None:
-        status.write(step=trainer.step_count)
+        status.write(folder, step=trainer.step_count)
         if task.fail and [status.rank, status.step] == list(task.fails):
             if task.fail == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -267,28 +251,9 @@ def _run(task: Task, status: RankStatus) -> Run:
     return run
 
 
-def _all_reduce(task: Task, status: RankStatus) -> Run:
-    me = distributed.here()
-    with in_turn(task.turn, me):
-        return Run("", task.name, **time_all_reduce(task.sizes, default_device(), me.count))
-
-
-@contextmanager
-def in_turn(path: str, me: distributed.Ranks) -> Iterator[None]:
-    """A context that one launch at a time is in, of those that name this file. All ranks of one
-    enter and leave it together.
-    """
-    if not path:
-        yield
-        return
-    import fcntl
-
-    with open(path, "a") as file:
-        if me.rank == 0:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        me.all(None)
-        yield
-        me.all(None)
+def _all_reduce(task: Task, status: RankStatus, folder: str) -> Run:
+    ranks = distributed.here().count
+    return Run("", task.name, **time_all_reduce(task.sizes, default_device(), ranks))
 
 
 TASKS = {"train": _train, "run": _run, "all-reduce": _all_reduce}

@@ -22,7 +22,7 @@ from labutils.profiling.memory_model import bytes_of, tensors_of
 from labutils.recipe import Recipe
 from labutils.results.records import Run, is_out_of_memory
 from labutils.training.batches import on_device
-from labutils.training.benchmark import Meet, steps_to_drain, train
+from labutils.training.benchmark import steps_to_drain, train
 from labutils.training.model_edits import with_costs, with_epoch_rate
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Batch, Workload
@@ -41,14 +41,13 @@ def followed(
     log: Path,
     every: int = 10,
     change: Callable[[nn.Module], None] | None = None,
-    meet: Meet | None = None,
     build: Callable[[Recipe], nn.Module] | None = None,
 ) -> Run:
     """Train at least `steps` timed optimizer steps, of the same batches in each run of a workload.
 
     log: gets a line every `every` steps; its clock starts once the model is built, and what the
-    file held before is lost. change: alters the model once it is built. meet: see
-    `benchmark.Benchmark`; its time is in the log. build: see `trainer.Hooks`.
+    file held before is lost. change: alters the model once it is built. build: see
+    `trainer.Hooks`.
 
     Memory is that of the whole process, in the log as in the metrics `peak_allocated_gb` and
     `peak_reserved_gb`, over all steps. So weights that the workload shares between trainers are
@@ -83,7 +82,6 @@ def followed(
         name,
         after_step=write,
         same_batches=True,
-        meet=meet,
         on_model=begin,
         build=build or workload.build,
     )
@@ -206,9 +204,5 @@ def _memory_gib() -> list[str]:
     """Allocated, reserved and peak memory in 1024^3 bytes; empty texts without a GPU."""
     if not cuda.available():
         return [""] * 3
-    reads = (
-        torch.cuda.memory_allocated,
-        torch.cuda.memory_reserved,
-        torch.cuda.max_memory_allocated,
-    )
-    return [f"{read() / 1024**3:.4f}" for read in reads]
+    now = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    return [f"{size / 1024**3:.4f}" for size in (*now, torch.cuda.max_memory_allocated())]

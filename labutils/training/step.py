@@ -21,7 +21,7 @@ from labutils.layers.cuda_graph import Captured, compile_blocks, compile_model
 from labutils.profiling import compat
 from labutils.recipe import Recipe
 from labutils.training.batches import Batch, Batches, on_device
-from labutils.training.distributed import Ranks, ddp_options, share_of, synchronising
+from labutils.training.distributed import Ranks, share_of, synchronising
 from labutils.training.logs import open_log, tensorboard
 from labutils.workloads.base import Workload
 
@@ -112,26 +112,21 @@ class AccelerateStep:
 
         self.context, recipe = context, context.recipe
         self.accelerator = self._accelerator()
+        self.scaler = self.accelerator.scaler
         self.accelerator.init_trackers("labutils")
         scheduler = get_scheduler("constant", optimizer=context.optimizer)
         name, trained = context.workload.trained(context.model)
-        loader = context.loader
-        if not context.ranks.alone:  # it hands out this rank's share already
-            loader = compat.prepared_loader(loader, self.accelerator.device, recipe.non_blocking)
         trained, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
-            trained, context.optimizer, loader, scheduler
+            trained, context.optimizer, context.loader, scheduler
         )
         setattr(context.model, name, trained)
-        # The losses that `step` gathers are those of all ranks.
-        self.log = open_log(
-            recipe.logging, self._write, context.micro_steps, context.workload.device
-        )
+        write, device = self.accelerator.log, context.workload.device
+        self.log = open_log(recipe.logging, write, context.micro_steps, device)
 
     def _accelerator(self) -> Any:
         from accelerate import Accelerator
         from accelerate.utils import (
             DataLoaderConfiguration,
-            DistributedDataParallelKwargs,
             GradientAccumulationPlugin,
             ProjectConfiguration,
         )
@@ -149,14 +144,8 @@ class AccelerateStep:
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=self.context.micro_steps,
                 sync_with_dataloader=False,
-                sync_each_batch=recipe.synchronise == "each",
             ),
-            kwargs_handlers=[DistributedDataParallelKwargs(**ddp_options(recipe))],
         )
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        return self.accelerator.scaler
 
     def step(self, batches: Batches) -> None:
         """One optimizer step of `recipe.accumulation` micro-steps."""
@@ -186,12 +175,9 @@ class AccelerateStep:
     def close(self) -> None:
         try:
             self.log.close()
-        finally:  # not by end_training, which ends the process group: other trainers train in it
+        finally:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
-
-    def _write(self, values: dict[str, float], step: int) -> None:
-        self.accelerator.log(values, step=step)
 
 
 class EagerStep:

@@ -5,9 +5,7 @@ run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping
 
 from labutils.recipe import Recipe
 from labutils.results.records import Run
@@ -18,43 +16,6 @@ from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload, open_workload
 
 TIMEOUT_S = 240.0
-COMPILED_BY = (
-    "compile",
-    "dynamic",
-    "precision",
-    "adapter",
-    "base_linear",
-    "rank",
-    "memory_format",
-    "layers",
-    "micro_batch",
-    "shapes",
-    "token_budget",
-    "checkpointing",
-    "loss",
-)
-"""Knobs that a compiled network depends on: recipes that agree in them share its compiled code."""
-AT_ONCE = 6
-"""Processes that compile beforehand side by side."""
-
-
-def compile_ahead(workload: Workload, recipes: Iterable[Recipe]) -> list[Run]:
-    """Compile what `recipes` need in processes side by side, one step each; PyTorch's cache on the
-    disk keeps it.
-
-    A process compiles one network after the other, mostly on one core. Variants that are compiled
-    beforehand, all at the same time, are then read back from the cache in seconds. Of recipes that
-    share their compiled code the one that compiles most is tried.
-    """
-    widest: dict[tuple[Any, ...], Recipe] = {}
-    for recipe in recipes:
-        # Scope "everything" compiles what "model" does, and the encoders; "blocks" compiles other
-        # pieces.
-        key = (recipe.compile_scope == "blocks", *(getattr(recipe, knob) for knob in COMPILED_BY))
-        if recipe.compile != "off" and (key not in widest or recipe.compile_scope == "everything"):
-            widest[key] = recipe
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(lambda one: try_isolated(workload, one, steps=1), widest.values()))
 
 
 def try_isolated(

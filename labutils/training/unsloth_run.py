@@ -27,16 +27,14 @@ from labutils.data.texts import LONGEST
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark, child_process
-from labutils.training.batches import on_device
 from labutils.training.benchmark import empty_run
 from labutils.training.child_process import Child
 from labutils.training.memory_run import followed, make_room
-from labutils.training.trainer import Trainer
-from labutils.workloads.base import Batch, open_workload
+from labutils.workloads.base import open_workload
 from labutils.workloads.causal_lm import LanguageLora
 from labutils.workloads.decoder import TARGETS, Published
 
-TIMEOUT_S = 240
+TIMEOUT_S = 360
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
@@ -45,15 +43,6 @@ QUIET = {
 }
 """The child's environment: it asks nothing of a network, and brings no compiled code of an earlier
 day along.
-"""
-CACHES = {
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "UNSLOTH_COMPILE_LOCATION": "unsloth_compiled_cache",
-    "TMPDIR": "temporary",
-}
-"""Variable -> folder of the child's own. (unsloth unsets the second one; PyTorch then takes a
-folder in the last.)
 """
 PRINTED = "unsloth.txt"
 """The file beside the logs that has all that the child printed."""
@@ -125,12 +114,12 @@ def _ask(order: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
     it printed is kept beside the logs: why a library failed is rarely one line.
     """
     path = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
-    environment = {"PYTHONPATH": os.pathsep.join(path)} | QUIET
-    for variable, name in CACHES.items():
-        (folder / name).mkdir()
-        environment[variable] = str(folder / name)
-    place, records = folder / CACHES["TMPDIR"], {}
-    with Child(["-m", __name__], order, TIMEOUT_S, environment, place) as child:
+    environment = QUIET | {"PYTHONPATH": os.pathsep.join(path)}
+    # PyTorch keeps compiled code in the temporary folder, unsloth where it runs.
+    environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
+    environment["TORCHINDUCTOR_CACHE_DIR"] = None
+    records = {}
+    with Child(["-m", __name__], order, TIMEOUT_S, environment, folder) as child:
         while record := child.receive():
             records[record["run"]] = record
         failure = "" if len(records) == len(order["jobs"]) else f"unsloth: {child.failure()}"
@@ -164,9 +153,7 @@ def _main() -> None:
     for place, (name, job) in enumerate(jobs.items()):
         workload, log = open_workload(**job["workload"]), Path(order["logs"]) / f"{name}.csv"
         steps, every = job["steps"], order["every"]
-        run = followed(
-            workload, recipes[name], steps, name, log, every, meet=_meet_other_lengths, build=build
-        )
+        run = followed(workload, recipes[name], steps, name, log, every, build=build)
         if place > 0:
             run.metrics.pop("first_step_s", None)  # what had to be compiled is compiled
         child_process.send(dataclasses.asdict(run))
@@ -192,28 +179,6 @@ def _load(library: Any, model: str, recipe: Recipe) -> nn.Module:
         random_state=recipe.seed,
         max_seq_length=LONGEST,
     )
-
-
-def _meet_other_lengths(trainer: Trainer) -> None:
-    """A step each on batches of other lengths, where lengths differ: unsloth compiles every block,
-    for one length, for any, and for what doesn't divide evenly, and would do it in a step that is
-    timed."""
-    for batch in _of_other_lengths(trainer.workload, trainer.recipe):
-        trainer.driver.step(iter([on_device(batch, trainer.workload.device, non_blocking=False)]))
-
-
-def _of_other_lengths(workload: LanguageLora, recipe: Recipe) -> list[Batch]:
-    """The longest batch, a shorter one of an odd length, and the shortest; none where all have one
-    length.
-    """
-    if recipe.shapes != "as-they-come":
-        return []
-    rows, collate = workload.dataset(None, recipe), workload.collate(recipe)
-    ascending = sorted(rows, key=lambda row: len(row["input_ids"]))
-    longer_half = range(len(ascending) // 2, len(ascending) - 1)
-    odd = next((n for n in longer_half if len(ascending[n]["input_ids"]) % 2), longer_half[0])
-    ends = (len(ascending), odd + 1, recipe.micro_batch)
-    return [collate(ascending[end - recipe.micro_batch : end]) for end in ends]
 
 
 if __name__ == "__main__":

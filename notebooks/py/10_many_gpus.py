@@ -69,16 +69,17 @@ import torch
 
 from labutils.course import plots
 from labutils.labs import lab10_distributed
-from labutils.profiling import ddp_model
+from labutils.profiling import cuda, ddp_model
+from labutils.profiling.collectives import Link
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, to_frame
-from labutils.training.launcher import gpu_count, rank_variables
+from labutils.training.launcher import rank_variables
 
 plots.use_style()
 
 # %%
 tiny = lab.scale == "tiny"
-count = ranks or max(2, gpu_count())
+count = ranks or max(2, cuda.count())
 timed = steps or (4 if tiny else 10)
 cases = lab10_distributed.cases(lab)
 alone: list[Run] = []  # what one process does
@@ -236,7 +237,7 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 # %%
 with lab.attempt("The model's predictions", experiment="predictions"):
     need(link_run())
-    link = lab10_distributed.link_of(link_run())
+    link = Link.of(link_run().samples, count)
     for case in cases:
         if one := one_process(case):
             predicted |= lab10_distributed.predictions(case, one, link)
@@ -471,9 +472,18 @@ lab.runs_table(together, lab10_distributed.comparisons, experiment="training")
 # models 80 % at least. An upper bound below that refutes it; one above it would prove little.)
 
 # %%
+networks = {  # GB/s in one direction, as their names say; NVLink: an H100's or H200's
+    "1 GbE": 0.125,
+    "10 GbE": 1.25,
+    "25 GbE": 3.1,
+    "100 GbE": 12.5,
+    "400G InfiniBand": 50.0,
+    "NVLink": 450.0,
+}
+
+# %%
 with lab.attempt("Other networks", experiment="networks"):
     need(by_themselves)
-    networks = lab10_distributed.NETWORKS
     links = {rate: ddp_model.flat_link(count, rate) for rate in networks.values()}
     needed = {
         case.title: {
@@ -526,18 +536,37 @@ my_slower: float | None = None  # for example 3
 lab.predict("64 MiB without P2P, slower by", my_slower, "x")
 
 # %%
-trials: dict[str, Run] = {}
+settings = (
+    {"NCCL_DEBUG": "INFO"},
+    {"NCCL_P2P_DISABLE": "1"},
+    {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    {"NCCL_ALGO": "Tree"},
+    {"NCCL_PROTO": "LL"},
+    {"NCCL_SOCKET_IFNAME": "lo"},
+    {"NCCL_IB_DISABLE": "1"},
+)
+trials: list[Run] = []
 with lab.attempt("NCCL's variables"):
     if lab10_distributed.device_for(lab) != "cuda":
         raise Unavailable(
             "NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables"
         )
-    settings = [" ".join(f"{k}={v}" for k, v in each.items()) for each in lab10_distributed.TRIALS]
-    trials = lab.measured_together(
-        dict.fromkeys(f"nccl {words}" for words in settings),
-        partial(lab10_distributed.nccl_trials, count),
-    )
-lab.runs_table(trials.values(), lab10_distributed.nccl_table, experiment="nccl")
+    for each in settings:
+        name = "nccl " + " ".join(f"{variable}={value}" for variable, value in each.items())
+        trial = partial(lab10_distributed.nccl_trial, count, each)
+        trials.append(lab.measured(name, None, trial))
+
+# %%
+columns = {
+    "settings": "setting",
+    "transport": "way",
+    "channels": "channels",
+    "chosen": "64 MiB goes by",
+    "latency_us": "the quickest message, µs",
+    "largest_ms": "64 MiB, ms",
+    "bus_gb_per_s": "64 MiB, GB/s",
+}
+lab.runs_table(trials, columns, experiment="nccl")
 
 # %% [markdown]
 # | variable | for example | what it is for |
@@ -665,9 +694,9 @@ with lab.attempt("Going on with fewer ranks", experiment="crash", event="resumed
     plt.show()
 
 # %% [markdown]
-# (A killed process can't clean up after itself. The course's launcher marks its processes by an environment variable,
-# finds what the dead rank left, such as DataLoader workers and files in `/dev/shm`, and removes it; *left behind* in
-# the run's record counts it.)
+# (A killed process can't clean up after itself: its DataLoader workers go on for some seconds. The course's launcher marks
+# its processes by an environment variable, finds those that the dead rank left, and ends them; *left behind* in the run's
+# record counts them.)
 #
 # **Takeaway.** Plan for a rank to die: checkpoints that are complete at any moment, a time limit on waiting, a launcher
 # that says who failed first. If a checkpoint doesn't depend on the number of ranks, you can continue with any number that
@@ -792,9 +821,7 @@ lab.done(
         "bus bandwidth of a large all-reduce": metric_of(link_run(), "bus_gb_per_s"),
         "efficiency of DDP for LoRA": metric_of(lora, "efficiency", 100),
         "exposed communication, all weights": metric_of(whole, "exposed_communication_share", 100),
-        "64 MiB without P2P, slower by": lab10_distributed.slower(
-            trials.values(), "NCCL_P2P_DISABLE=1"
-        ),
+        "64 MiB without P2P, slower by": lab10_distributed.slower(trials, "NCCL_P2P_DISABLE=1"),
         "steps that the checkpoint holds": metric_of(crashed.get("rank killed"), "checkpoint_step"),
     }
 )

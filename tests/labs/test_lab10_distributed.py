@@ -83,14 +83,13 @@ def test_the_reference_machines_runs_fill_the_tables():
     training = [run for run in runs if run.tags["experiment"] == "training"]
     assert len(lab10.comparisons(training)) > 5 and len(lab10.beside_others(training)) > 1
     trials = [run for run in runs if run.tags["experiment"] == "nccl"]
-    assert len(lab10.nccl_table(trials)) == len(trials) > 0
     assert lab10.slower(trials, "NCCL_P2P_DISABLE=1") > 1
 
 
-def test_what_was_through_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
-    """The failed task is on record, those behind it are done, and an interrupted lab goes on."""
+def test_what_was_done_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
+    """The failed task and those behind it are on record, and an interrupted lab goes on."""
     recipe = lab10.SD_RECIPE.fitted_to("cpu").as_dict()
-    plan = [Task("train", name, {}, recipe, tags={"experiment": name}) for name in "abcd"]
+    plan = [Task("train", name, {}, recipe, tags={"experiment": name}) for name in "abc"]
     launches, failing = [], {"b"}
 
     def launched(tasks, *_, each, **__):
@@ -113,12 +112,11 @@ def test_what_was_through_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
     monkeypatch.setattr(lab10, "launch", launched)
     with pytest.raises(RuntimeError, match="Rank 1 failed in b"):
         measured()
-    assert launches == ["abcd", "cd"]
     statuses = {run.run: run.status for run in read_runs(tmp_path)}
-    assert statuses.pop("b").startswith("error") and set(statuses.values()) == {"ok"}
+    assert statuses["a"] == "ok" and "failed in b" in statuses["b"] and "not run" in statuses["c"]
     failing.clear()
     for _ in range(2):  # the second time from what the first one left
-        assert measured() == list("abcd") and launches == ["abcd", "cd", "b"]
+        assert measured() == list("abc") and launches == ["abc", "bc"]
 
 
 def test_a_crash_is_told_by_its_runs(monkeypatch):
@@ -128,8 +126,8 @@ def test_a_crash_is_told_by_its_runs(monkeypatch):
         (task,) = tasks
         asked.append((task.fail, ranks, task.resume))
         if task.fail:
-            return Ended({}, "Rank 1 was killed.", (1, -9), checkpoint_step=4, left=["process 7"])
-        return Ended({"crash": Run("", "crash", metrics={"resumed_at": 6, "loss": [1.0]})})
+            return Ended({}, "Rank 1 was killed.", 1, checkpoint_step=4, left=[7])
+        return Ended({task.name: Run("", task.name, metrics={"resumed_at": 6, "loss": [1.0]})})
 
     monkeypatch.setattr(lab10, "launch", launched)
     runs = lab10.crashes(cases("tiny")[0], 2, "cpu")

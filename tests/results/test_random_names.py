@@ -88,7 +88,6 @@ def test_the_ladder_and_tables_of_runs_are_the_same(pages):
         ("07", lab07_qlora.bundle_table, {"texts": "long"}),
         ("07", lab07_qlora.rungs_table, {"experiment": "ladder"}),
         ("09", lab09_toggles.switch_table, {"experiment": "toggles"}),
-        ("10", lab10_distributed.nccl_table, {"experiment": "nccl"}),
         ("10", lab10_distributed.comparisons, {"experiment": "training"}),
     ],
 )

@@ -1,11 +1,10 @@
-"""The other side of test_resume.py: training that is killed, and resumed by a process that knows
-only the folder.
+"""The other side of test_resume.py: training that is killed. The tests resume it, and know only the
+folder.
 
-    python interrupted_runs.py kill FOLDER
-        every case runs in a process of its own and kills it in the midst of a step, and one more
-        (WHILE_SAVING) while its second checkpoint is written
-    python interrupted_runs.py resume FOLDER
-        every case is resumed and run to its end; results in FOLDER/<case>/final.pt
+    python interrupted_runs.py FOLDER
+
+Every case runs in a process of its own and kills it in the midst of a step, and one more
+(WHILE_SAVING) while its second checkpoint is written.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ class Case:
 
 CASES = {
     "stock": Case(STOCK),
-    "stock, workers": Case(STOCK.but(num_workers=2)),
     "eager, kept workers": Case(
         EAGER.but(num_workers=2, persistent_workers=True, logging="ring-buffer")
     ),
@@ -111,18 +109,13 @@ def ended_by(action: partial) -> int:
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
-def main(mode: str, folder: Path) -> None:
-    if mode == "resume":
-        for name, case in CASES.items():
-            torch.save(final(case, folder / name, resume=True), folder / name / "final.pt")
-        return
-    opened(
-        CASES["stock"], folder / "imports"
-    ).close()  # what every forked process would else import for itself
+def main(folder: Path) -> None:
+    # What every forked process would else import for itself.
+    opened(CASES["stock"], folder / "imports").close()
     for name, case in CASES.items():
         print(ended_by(partial(kill_in_the_midst, case, folder / name)))
     print(ended_by(partial(kill_while_saving, Case(EAGER), folder / WHILE_SAVING)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import weakref
 
 import pytest
@@ -68,15 +67,6 @@ def test_a_run_holds_what_was_measured(workload, tmp_path):
     assert all(map(math.isfinite, run.metrics["loss"]))
 
 
-def test_short_steps_make_a_round_of_more(workload, monkeypatch):
-    with Benchmark(workload) as bench:
-        bench.prepare({"mine": QUICK})
-        bench.candidates["mine"].step_ms = 30  # by its warm-up
-        monkeypatch.setattr(benchmark, "ROUND_MS", 100)
-        run = bench.compare({"mine": QUICK}, steps=1, rounds=1)["mine"]
-    assert run.metrics["step_ms"]["n"] == 4
-
-
 def test_recipes_are_visited_there_and_back_and_the_base_twice(workload, monkeypatch):
     visits, timed = [], benchmark.timed
     recipes = {f"rank {rank}": QUICK.but(rank=rank) for rank in (2, 3, 4)}
@@ -102,17 +92,6 @@ def test_recipes_are_visited_there_and_back_and_the_base_twice(workload, monkeyp
         assert run.ok and run.metrics["wall_ms"]["n"] == 3
         assert run.samples["round"] == [0, 0, 1, 1, 2, 2]
     assert runs["rank 2"].samples["step_ms"] != runs["rank 2 again"].samples["step_ms"]
-
-
-def test_a_profile_begins_when_the_ready_batches_are_used_up(workload, tmp_path):
-    """Six batches are ready: one step and then two of four micro-batches are passed over, and one
-    warms up.
-    """
-    with Benchmark(workload, warmup=0) as bench:
-        bench.prepare({"ahead": QUICK.but(num_workers=3)})
-        before = bench.candidates["ahead"].trainer.step_count
-        assert bench.profile("ahead", tmp_path, steps=2).steps == 2
-        assert bench.candidates["ahead"].trainer.step_count - before == 3 + 1 + 2
 
 
 # ------------------------------------------------------------------------------ failures
@@ -148,8 +127,6 @@ WORKER = {"num_workers": 1, "persistent_workers": True}
         (torch.OutOfMemoryError, 0, {}),
         (RuntimeError, 1, PEFT),  # where a compiler fails
         (torch.OutOfMemoryError, 4, WORKER),
-        (RuntimeError, 4, PEFT),
-        (RuntimeError, 4, {}),
     ],
 )
 def test_one_that_fails_gives_its_memory_back_and_does_not_stop_the_others(
@@ -175,9 +152,8 @@ def test_one_that_fails_gives_its_memory_back_and_does_not_stop_the_others(
     assert list(tmp_path.iterdir()) == []  # no trainer leaves its folder behind
 
 
-@pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
-def test_a_loss_that_is_not_finite_fails_its_run_and_no_other(logging, workload):
-    recipes = {"wild": QUICK.but(learning_rate=1e30, logging=logging), "tame": QUICK}
+def test_a_loss_that_is_not_finite_fails_its_run_and_no_other(workload):
+    recipes = {"wild": QUICK.but(learning_rate=1e30), "tame": QUICK}
     runs = compare(workload, recipes, steps=1, rounds=1, warmup=1)
     assert "NotFinite" in runs["wild"].status and "step 2" in runs["wild"].status
     assert runs["tame"].ok and runs["wild"].metrics == {}
@@ -222,39 +198,23 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(
         assert candidate.trainer.step_count - before == rounds
 
 
-@pytest.mark.parametrize(
-    ("step_ms", "recipe", "steps"),
-    [(6000, QUICK, 0), (6000, QUICK.but(num_workers=1), 3), (40, QUICK, 3)],
-)
-def test_long_steps_settle_by_themselves(workload, monkeypatch, step_ms, recipe, steps):
-    """Batches that a worker has made ready are used up first, however long a step is."""
-    monkeypatch.setattr(benchmark, "SETTLE_MS", 100)
-    with Benchmark(workload, warmup=0) as bench:
-        bench.prepare({"one": recipe.but(accumulation=1)})
-        bench.candidates["one"].step_ms = step_ms
-        assert bench.candidates["one"].steps_to_settle == steps
-
-
 def test_steps_that_find_batches_ready_are_those_of_one_rank():
     recipe = STOCK.but(num_workers=2, prefetch_factor=2, accumulation=8)
     assert [benchmark.steps_to_drain(recipe, ranks) for ranks in (1, 2, 8)] == [2, 2, 5]
     assert benchmark.steps_to_drain(recipe.but(num_workers=0)) == 1
 
 
-def test_what_a_library_compiles_is_noticed(monkeypatch):
+def test_what_a_library_compiles_is_noticed():
     import torch._dynamo
 
     before = benchmark.graphs_so_far()
     torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(3))
     assert benchmark.graphs_so_far() == before + 1
-    monkeypatch.delitem(sys.modules, "torch._dynamo")
-    assert benchmark.graphs_so_far() == 0
 
 
 @pytest.mark.parametrize(
     ("before", "built", "held", "peak", "own"),
     [
-        (0.0, 15.1, 15.1, 33.0, 33.0),  # nothing was there
         (15.0, 15.1, 15.1, 33.1, 33.1),  # all frozen weights were, the adapters weren't
         (15.0, 19.1, 5.1, 25.0, 11.0),  # 1 GB is shared, the rest held anew in four bits
         (20.0, 35.1, 15.1, 53.0, 33.0),  # others' memory, nothing shared
@@ -262,15 +222,6 @@ def test_what_a_library_compiles_is_noticed(monkeypatch):
 )
 def test_a_trainers_own_peak_counts_what_it_shares_once(before, built, held, peak, own):
     assert benchmark.own_peak(peak, before, built, held) == pytest.approx(own)
-
-
-def test_after_step_follows_every_step(workload):
-    """The first step, those to settle, and the timed ones."""
-    counts = []
-    after_step = lambda trainer: counts.append(trainer.step_count)
-    run = train(workload, QUICK, steps=2, warmup=1, after_step=after_step)
-    assert counts == list(range(1, len(counts) + 1))
-    assert len(counts) > len(run.samples["step_ms"]) + 2
 
 
 def test_the_same_batches_are_timed_in_every_round(workload):

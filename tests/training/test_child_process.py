@@ -53,13 +53,6 @@ def test_a_block_that_is_left_ends_its_child():
     assert left.process.returncode == -9
 
 
-def test_variables_are_set_and_unset(monkeypatch):
-    monkeypatch.setenv("TAKEN", "1")
-    program = SEND + "import os; send([os.environ.get(name) for name in ('GIVEN', 'TAKEN')])"
-    with child(program, environment={"GIVEN": "7", "TAKEN": None}) as asked:
-        assert asked.receive() == ["7", None]
-
-
 def test_orphans_in_sessions_of_their_own_are_ended():
     program = SEND + (
         "import subprocess; orphan = subprocess.Popen([sys.executable, '-c', "

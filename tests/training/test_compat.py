@@ -24,17 +24,6 @@ def test_accelerate_takes_a_second_precision():
     compat.forget_other_precision("no")
 
 
-def test_accelerate_leaves_a_prepared_loader_alone():
-    from accelerate import Accelerator
-
-    compat.forget_other_precision("no")
-    loader = DataLoader(torch.arange(6).view(6, 1), batch_size=2)
-    accelerator = Accelerator(cpu=True)
-    prepared = compat.prepared_loader(loader, accelerator.device, False)
-    assert accelerator.prepare(prepared) is prepared
-    assert [batch.flatten().tolist() for batch in prepared] == [[0, 1], [2, 3], [4, 5]]
-
-
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_persistent_workers_end_when_told_to(wrapped):
     loader = DataLoader(torch.arange(4), num_workers=1, persistent_workers=True)

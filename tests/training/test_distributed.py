@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import ranks_at_work
 import torch
-from ranks_at_work import CASES, SD, opened, perturbed
+from ranks_at_work import CASES, opened, perturbed
 from recipes_at_work import one_thread
 
 from labutils.recipe import STOCK
-from labutils.training import Trainer, distributed
+from labutils.training import distributed
 
 HERE = Path(__file__).parent
 
@@ -31,23 +31,12 @@ def single_thread():
 def on_two_ranks(tmp_path_factory) -> Path:
     """Every case on two ranks, in one launch: starting takes longest."""
     folder = tmp_path_factory.mktemp("ranks")
-    meet = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *meet,
-        HERE / "ranks_at_work.py",
-        folder,
-    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ranks = ["--local-addr=127.0.0.1", "--nproc-per-node=2", HERE / "ranks_at_work.py", folder]
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run([*torchrun, *ranks], env=environment, **options)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 
@@ -116,7 +105,6 @@ EAGER_FSDP = {"parallel": "fsdp", "driver": "eager", "precision": "bf16"}
         ({"accumulation": 3}, 2, 100, "Use accumulation=2 or 4"),
         ({"micro_batch": 2}, 4, 7, "the dataset has 7"),
         ({"driver": "graph", "logging": "ring-buffer"}, 2, 100, "driver='eager'"),
-        (EAGER_FSDP | {"precision": "fp16"}, 2, 100, "precision"),
         (EAGER_FSDP | {"adapter": "folded"}, 2, 100, "Use adapter='none' or"),
         (EAGER_FSDP | {"compile": "default"}, 2, 100, "compile_scope='blocks'"),
     ],
@@ -125,16 +113,3 @@ def test_what_ranks_cannot_share_is_refused(changes, ranks, examples, told):
     with pytest.raises(ValueError, match=told):
         distributed.check(STOCK.but(**changes), ranks, examples)
     distributed.check(STOCK.but(**changes), 1, 1)  # one process has nothing to share
-
-
-def test_what_is_trained_whole_has_no_adapter_to_save(tmp_path):
-    with (
-        Trainer(opened("sd15-lora"), SD.but(adapter="none")) as trainer,
-        pytest.raises(ValueError, match="Use save()"),
-    ):
-        trainer.save_adapter(tmp_path)
-
-
-def test_all_weights_are_for_published_layers():
-    with pytest.raises(ValueError, match="Use layers='published'"):
-        opened("qwen3-lora-short").build(ranks_at_work.QWEN.but(adapter="none"))

@@ -34,12 +34,10 @@ class Eagerly(GraphStep):
                 parameter.grad = torch.zeros_like(parameter)
 
 
-@pytest.mark.parametrize("driver", ["accelerate", "eager", "merged", "graph"])
+@pytest.mark.parametrize("driver", ["accelerate", "eager", "graph"])
 def test_five_frames_from_compare_to_backward(driver, monkeypatch):
     monkeypatch.setattr(benchmark, "probe_machine", lambda *items: None)
     recipe = QUICK.but(driver="accelerate" if driver == "accelerate" else "eager")
-    if driver == "merged":
-        recipe = recipe.but(micro_batch=4, accumulation=1)
     if driver == "graph":
         monkeypatch.setitem(DRIVERS, "eager", Eagerly)
     depths: list[list[str]] = []

@@ -58,10 +58,7 @@ def test_a_value_of_the_wrong_type_is_refused(name, value):
     ("knob", "value"),
     [
         ("num_workers", 1025),
-        ("seed", 2**63),
         ("learning_rate", float("nan")),
-        ("learning_rate", 10**400),
-        ("max_grad_norm", float("inf")),
         ("token_budget", 2**17 + 1),
         ("precision", "fp8"),
     ],
@@ -81,9 +78,7 @@ def test_an_unknown_knob_is_refused_with_the_known_ones():
     [
         {"persistent_workers": True},
         {"driver": "graph"},
-        {"streams": 2},
         {"adapter": "none", "base_linear": "nf4"},
-        {"adapter": "folded", "base_linear": "fp8-frozen"},
         {"driver": "graph", "logging": "ring-buffer", "optimizer": "adamw-8bit"},
         {"driver": "graph", "logging": "ring-buffer", "compile": "reduce-overhead"},
     ],

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,52 +33,38 @@ def single_thread():
         yield
 
 
-def elsewhere(mode: str, folder: Path) -> list[str]:
-    """What the other process printed."""
-    script = Path(__file__).parent / "interrupted_runs.py"
-    done = subprocess.run(
-        [sys.executable, script, mode, folder], capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> Path:
+def killed(tmp_path_factory) -> Path:
+    """A folder for every case, as a process that was killed left it."""
     folder = tmp_path_factory.mktemp("runs")
-    assert elsewhere("kill", folder) == [str(int(signal.SIGKILL))] * (len(CASES) + 1)
-    elsewhere("resume", folder)
+    command = [sys.executable, Path(__file__).parent / "interrupted_runs.py", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout.split() == [str(int(signal.SIGKILL))] * (len(CASES) + 1), done.stderr
     return folder
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_killed_run_ends_where_an_unbroken_one_does(name, resumed, tmp_path):
+def test_a_killed_run_ends_where_an_unbroken_one_does(name, killed, tmp_path):
+    """Weights, moments and losses are the same to the last bit, and the log goes on counting."""
+    resumed = final(CASES[name], killed / name, resume=True)
     unbroken = final(CASES[name], tmp_path, resume=False)
-    found = torch.load(resumed / name / "final.pt")
-    assert found["step"] == unbroken["step"] == STEPS
-    assert found["weights"].keys() == unbroken["weights"].keys()
-    assert all(
-        torch.equal(found["weights"][key], unbroken["weights"][key]) for key in found["weights"]
-    )
-    assert all(
-        torch.equal(mine, other)
-        for mine, other in zip(found["moments"], unbroken["moments"], strict=True)
-    )
-    assert found["losses"] == unbroken["losses"][CASES[name].saved :]
+    assert resumed["step"] == unbroken["step"] == STEPS
+    assert resumed["weights"].keys() == unbroken["weights"].keys()
+    for key, weight in unbroken["weights"].items():
+        assert torch.equal(resumed["weights"][key], weight), key
+    assert all(map(torch.equal, resumed["moments"], unbroken["moments"]))
+    assert resumed["losses"] == unbroken["losses"][CASES[name].saved :]
     assert len(set(unbroken["losses"])) == STEPS
-
-
-def test_the_log_of_a_resumed_run_goes_on_counting(resumed):
-    name, events = "eager, kept workers", {}
-    for file in (resumed / name).rglob("events.out.tfevents.*"):
+    events = {}
+    for file in (killed / name).rglob("events.out.tfevents.*"):
         for event in EventAccumulator(str(file)).Reload().Scalars("train_loss"):
             events[event.step] = event.value
-    found = torch.load(resumed / name / "final.pt")
-    assert [events[step] for step in (4, 5, 6)] == pytest.approx(found["losses"])
+    logged = [events[step + 1] for step in range(CASES[name].saved, STEPS)]
+    assert logged == pytest.approx(resumed["losses"])
 
 
-def test_a_save_that_is_killed_leaves_the_last_one(resumed):
-    folder = resumed / WHILE_SAVING
+def test_a_save_that_is_killed_leaves_the_last_one(killed):
+    folder = killed / WHILE_SAVING
     assert len(list(folder.glob(f"{FILE}*"))) == 2  # the good one, and what was being written
     with opened(Case(EAGER), folder, resume=True) as trainer:
         assert trainer.step_count == Case(EAGER).saved
@@ -104,7 +89,6 @@ def saved(workload, tmp_path_factory) -> Path:
     with Trainer(workload, QUICK, folder) as trainer:
         trainer.run(1)
         trainer.save()
-        trainer.save_adapter(folder)
     return folder
 
 
@@ -114,9 +98,8 @@ def folder(saved, tmp_path) -> Path:
     return tmp_path
 
 
-def cut_off(path: Path, kept: float) -> None:
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(kept * len(whole))])
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
 
 
 def flip_a_bit(path: Path) -> None:
@@ -125,14 +108,9 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def of_something_else(path: Path) -> None:
-    torch.save({"weights": 1}, path)
-
-
 @pytest.mark.parametrize(
     "damage",
-    [partial(cut_off, kept=0.99), flip_a_bit, of_something_else],
-    ids=["cut off", "a bit flipped", "of something else"],
+    [cut_off, flip_a_bit],
 )
 def test_a_damaged_checkpoint_is_refused(damage, workload, folder):
     damage(folder / FILE)
@@ -162,25 +140,15 @@ def test_another_workloads_checkpoint_is_refused_before_anything_changes(workloa
         assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-SPEED = {"driver": "accelerate", "logging": "ring-buffer", "num_workers": 1}
-
-
-@pytest.mark.parametrize("change", [SPEED, {"memory_format": "channels_last"}], ids=str)
-def test_knobs_of_speed_may_change(change, workload, folder):
+def test_knobs_of_speed_may_change(workload, folder):
     """Whoever drives, it is the same training: the resumed steps have the same losses."""
     with Trainer(workload, QUICK, folder, resume=True) as trainer:
         assert (trainer.step_count, trainer.batches.taken) == (1, 4)
         trainer.run(3)
-    with Trainer(workload, QUICK.but(**change), folder, resume=True) as other:
+    faster = QUICK.but(logging="ring-buffer", num_workers=1, memory_format="channels_last")
+    with Trainer(workload, faster.but(driver="accelerate"), folder, resume=True) as other:
         other.run(3)
     assert other.losses == pytest.approx(trainer.losses, rel=1e-4)
-
-
-def test_an_adapter_is_saved_as_peft_and_diffusers_read_it(saved):
-    assert {path.name for path in saved.glob("*.safetensors")} == {
-        "adapter_model.safetensors",
-        "pytorch_lora_weights.safetensors",
-    }
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(workload, tmp_path):
@@ -188,31 +156,15 @@ def test_there_is_nothing_to_resume_in_an_empty_folder(workload, tmp_path):
         Trainer(workload, QUICK, tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("logging", ["synchronous", "ring-buffer"])
-def test_weights_that_went_wrong_do_not_replace_good_ones(logging, workload, folder):
+def test_weights_that_went_wrong_do_not_replace_good_ones(workload, folder):
     good = (folder / FILE).read_bytes()
     with (
         pytest.raises(NotFinite, match="step 2"),
-        Trainer(workload, QUICK.but(logging=logging), folder, resume=True) as trainer,
+        Trainer(workload, QUICK.but(logging="ring-buffer"), folder, resume=True) as trainer,
     ):
         next(iter(adapter_state(trainer.model.unet).values()))[0, 0] = float("nan")
         trainer.run(4, checkpoint_every=1)
     assert (folder / FILE).read_bytes() == good
-
-
-def test_a_disk_that_is_full_leaves_the_last_checkpoint(workload, folder, monkeypatch):
-    good = (folder / FILE).read_bytes()
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with Trainer(workload, QUICK, folder, resume=True) as trainer:
-        trainer.run(2)
-        monkeypatch.setattr("os.fsync", full)
-        with pytest.raises(OSError, match="No space left"):
-            trainer.save()
-    assert (folder / FILE).read_bytes() == good
-    assert [path.name for path in folder.glob(f"{FILE}*")] == [FILE]
 
 
 # -------------------------------------------------------------------------------------------------

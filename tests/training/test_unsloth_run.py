@@ -17,20 +17,17 @@ from labutils.workloads import open_workload
 STAND_IN = f"""
 import os, sys
 assert "transformers" not in sys.modules
-own = os.path.dirname(os.getcwd())
-for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "UNSLOTH_COMPILE_LOCATION"):
-    folder = os.environ[variable]
-    assert os.path.dirname(folder) == own and os.path.isdir(folder)
+own = os.getcwd()
+assert os.environ["TRITON_CACHE_DIR"] == os.environ["TMPDIR"] == own
+assert os.environ.get("TORCHINDUCTOR_CACHE_DIR", own).startswith(own)
 assert os.environ["UNSLOTH_MEGA_CACHE"] == "0"
 
 class FastLanguageModel:
-    loaded = jobs = 0
+    jobs = 0
 
     def from_pretrained(model, max_seq_length, load_in_4bit, fix_tokenizer, use_exact_model_name):
         from transformers import AutoModelForCausalLM, AutoTokenizer
         assert max_seq_length == {LONGEST} and load_in_4bit and use_exact_model_name
-        FastLanguageModel.loaded += 1
-        assert FastLanguageModel.loaded == 1
         tokenizer = AutoTokenizer.from_pretrained(model)
         return AutoModelForCausalLM.from_pretrained(model).float(), tokenizer
 
@@ -80,23 +77,6 @@ def test_one_process_does_the_jobs_and_what_was_done_before_its_end_is_kept(
     assert a.metrics["useful_tokens"] < 0.9 < b.metrics["useful_tokens"]
     assert (tmp_path / "a.csv").exists()
     assert c.status.endswith("out of patience") and c.recipe["shapes"] == "packed"
-
-
-def test_batches_of_other_lengths(workload):
-    lengths = sorted(len(row["input_ids"]) for row in workload.dataset(None, A3_BASE))
-    batches = unsloth_run._of_other_lengths(workload, A3_BASE)
-    longest, odd, short = (batch["input_ids"].shape[1] for batch in batches)
-    assert (longest, short) == (lengths[-1], lengths[A3_BASE.micro_batch - 1])
-    assert odd % 2 == 1 and short < odd < longest
-    assert unsloth_run._of_other_lengths(workload, A3_BASE.but(shapes="padded")) == []
-
-
-def test_a_model_that_cannot_be_loaded_ends_the_process(workload, stand_in, tmp_path):
-    broken = STAND_IN.replace("assert max_seq_length", 'raise OSError("no such layer") #')
-    (tmp_path / "unsloth.py").write_text(broken)
-    with pytest.raises(RuntimeError, match="no such layer"):
-        train_with_unsloth({"a": Job(workload, A3_BASE, 2, {})}, tmp_path)
-    assert "Traceback" in (tmp_path / unsloth_run.PRINTED).read_text()
 
 
 def test_it_is_not_asked_where_it_cant_run(workload, tmp_path, monkeypatch):
