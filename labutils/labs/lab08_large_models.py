@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from labutils.data.texts import LONG, LONGEST, SHORT, expected_longest
 from labutils.labs.lab08_launch_bound import PredictedStep
+from labutils.layers.grouped_moe import register_experts
 from labutils.layers.lora import attach_lora
 from labutils.layers.quantization.nf4_math import doubled_constant_bits
 from labutils.profiling.gpu_specs import find_spec as card
@@ -124,6 +125,7 @@ def one_block(
     attach_lora(lm, projections(lm), RANK, 2 * RANK, method.adapter, seed=0)
     lm.config._attn_implementation = "sdpa"
     if size.experts:
+        register_experts()
         lm.config._experts_implementation = "frozen"
     dtype = torch.float32 if method.wide else torch.bfloat16
     if method.wide:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def machine_facts() -> dict[str, Any]:
 @functools.cache
 def _machine() -> dict[str, Any]:
     facts = cuda.card() | {
-        "driver": device.driver_version() if (device := cuda.gpu_device()) else None,
+        "driver": driver(),
         "cpu": cpu_name(),
         "cores": usable_cores(),
         "ram_gb": ram_gb(),
@@ -43,6 +44,18 @@ def _machine() -> dict[str, Any]:
         "os": os_name(),
     }
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver, which may be there although PyTorch sees no GPU; None where
+    nvidia-smi does not say.
+    """
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split()), None)
 
 
 FULL_GB = {"06": 141, "07": 141, "08": 96, "09": 80, "10": 80}

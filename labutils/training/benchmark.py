@@ -29,6 +29,7 @@ from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization import Utilization
 from labutils.recipe import Recipe
 from labutils.results.records import Run, status_of, summarise
+from labutils.training import distributed
 from labutils.training.distributed import bytes_here
 from labutils.training.trainer import Hooks, Trainer
 from labutils.workloads.base import Work, Workload
@@ -232,10 +233,14 @@ class Benchmark:
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """A context that keeps the reason why a recipe failed."""
+        """A context that keeps the reason why a recipe failed. Where several ranks train, the
+        error goes on: the others are in the midst of the same step, and would wait for this one.
+        """
         try:
             yield
         except Exception as error:
+            if not distributed.here().alone:
+                raise
             self.failed[name] = status_of(error)
             LOG.info('"%s" failed', name, exc_info=True)
 
