@@ -66,7 +66,7 @@ from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.profiling.compat import ask_cpp_compiler
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
-from labutils.results.judges.effects import paid_after
+from labutils.results.effects import paid_after
 from labutils.results.records import Run
 from labutils.training import Benchmark, compile_ahead, try_isolated
 

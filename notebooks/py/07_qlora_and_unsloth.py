@@ -86,7 +86,7 @@ from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
-from labutils.results.judges.effects import paid_after
+from labutils.results.effects import paid_after
 from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
 
@@ -493,7 +493,9 @@ for length in texts:
 follow("qlora", "short", "batch 1")
 
 # %%
-with lab.attempt("unsloth in a process of its own", experiment="methods", method="unsloth", texts="long"):
+with lab.attempt(
+    "unsloth in a process of its own", experiment="methods", method="unsloth", texts="long"
+):
     for workload in texts.values():
         workload.release_weights()
     jobs = lab07_qlora.unsloth_jobs(texts, method_steps)

@@ -84,7 +84,7 @@ from labutils.profiling.machine import usable_cores
 from labutils.profiling.memory_model import BatchLine
 from labutils.recipe import STOCK, Recipe, Unavailable
 from labutils.results import claims
-from labutils.results.judges.effects import time_effect
+from labutils.results.effects import time_effect
 from labutils.results.records import Run, summarise, to_frame
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark, try_isolated
@@ -643,7 +643,9 @@ def searched() -> dict[str, Run]:
 
 # %%
 searches: dict[str, Run] = {}
-with lab.attempt("Searching the largest batch", experiment="largest batch", search="from the prediction"):
+with lab.attempt(
+    "Searching the largest batch", experiment="largest batch", search="from the prediction"
+):
     if not broken:
         raise Unavailable("the limit is that of the cell before, which failed")
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)

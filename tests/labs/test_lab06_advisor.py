@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from labutils.labs.lab06_advisor import advise, guide, options_from, published
-from labutils.results.judges.effects import paid_after
+from labutils.results.effects import paid_after
 from labutils.results.records import Run, Runs
 
 OPTIONS = pd.DataFrame(

@@ -1,6 +1,6 @@
 """Verdicts: what the runs on record say about a published claim, by one of eight judges.
 
-It may import claims, records and its own effects. A judge takes a claim and one host's runs, and
+It may import claims, records and effects. A judge takes a claim and one host's runs, and
 makes a verdict and its sentence of numbers with an interval. Hosts are judged one by one, because
 the host paces many steps: the verdict is what all of them say.
 """
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from labutils.results import claims
+from labutils.results import claims, effects
 from labutils.results.claims import Claim
-from labutils.results.judges import effects
-from labutils.results.judges.effects import STEADY, Effect, NotTestable, metric_of, named, number
+from labutils.results.effects import STEADY, Effect, NotTestable, metric_of, named, number
 from labutils.results.records import Run, Runs
 
 CONFIRMED, REFUTED, INCONCLUSIVE = "confirmed", "refuted", "inconclusive"
