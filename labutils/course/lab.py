@@ -33,7 +33,7 @@ from labutils.profiling.machine import default_device, machine_facts, meant_for,
 from labutils.recipe import Recipe, is_finite
 from labutils.results import records
 from labutils.results.records import Run
-from labutils.results.schema1 import Tag, tags_of
+from labutils.results.schema1 import Tag
 from labutils.workloads.lazy_imports import import_unseen
 
 _FOR_MACHINES = ("wall_ms", "build_s", "flops_per_step", "examples_per_s", "tflops")
@@ -207,8 +207,8 @@ class Lab:
 
     def _keep(self, run: Run, lane: str) -> None:
         run.lab, run.lane = self.number, lane
-        if not run.tags.keys() - {"again"}:  # a bridge, until every lab writes tags
-            run.tags = tags_of(run.lab, run.run.removesuffix(" again")) | run.tags
+        if not run.tags.keys() - {"again"}:  # a learner's own run
+            run.tags = {"experiment": run.run.removesuffix(" again")} | run.tags
         if not run.workload:  # not a training run, which knows what it ran on
             run.scale, run.weights, run.data = self.scale, self.weights, self.data
         run.machine, run.versions = self.machine, records.versions()

@@ -652,6 +652,7 @@ lab.keep(
     Run(
         "01",
         "merge",
+        tags={"experiment": "merge"},
         metrics=metrics | {k: summarise(t) for k, t in samples.items()},
         samples=samples,
     )

@@ -283,7 +283,7 @@ def show_reference() -> None:
 
 # %%
 with lab.attempt(
-    "CUDA graphs inside torch.compile", mode_tags["reduce-overhead"], instead=show_reference
+    "CUDA graphs inside torch.compile", show_reference, **mode_tags["reduce-overhead"]
 ):
     if not on_gpu:
         for name in graph_modes:

@@ -628,7 +628,7 @@ measured = [
     lab07_qlora.method("qlora", "long"),
 ]
 for chosen in measured:
-    with lab.attempt(f"memory of {chosen.name}"):
+    with lab.attempt(f"memory of {chosen.name}", experiment="memory", **chosen.tags):
         tried = room if chosen.name in ("lora long", "qlora long") else None
         batches = (1, 4) if on_gpu else (1, 2)
         measure = partial(lab07_qlora.memory_line, texts, chosen, batches, tried)

@@ -63,7 +63,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -860,8 +860,10 @@ def in_processes() -> dict[str, Run]:
 # %%
 with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
     if not on_gpu:
-        for name in ("launches overlap", "visible devices"):
-            lab.keep(Run("09", name, status="skipped: there is no GPU"))
+        skipped = {"status": "skipped: there is no GPU"}
+        overlap = {"experiment": "launches", "launches": "overlap"}
+        lab.keep(Run("09", "launches overlap", tags=overlap, **skipped))
+        lab.keep(Run("09", "visible devices", tags={"experiment": "visible devices"}, **skipped))
         raise Unavailable("there is no GPU whose launches could overlap")
     seen = {"none": gpus_seen(""), "one": gpus_seen("0")}
     metrics = seen | {"as_asked": int(seen == {"none": 0, "one": 1})}
@@ -929,14 +931,22 @@ loops = {
 # %%
 make_room(photographs)
 diagnosed: dict[str, Run] = {}
+
+
+def tested(work, start: Recipe, fixes: Sequence[str], **tags: str) -> Run:
+    """What the diagnosis of a loop says, and what its fixes bring."""
+    run = ablations.ablations(work, start, steps, rounds=1 if tiny else 3, only=fixes)
+    run.tags = tags
+    return run
+
+
 for name in loops if every_loop else ("SD1.5",):
-    with lab.attempt(f"A diagnosis of the loop {name}", experiment="diagnosis", script=name):
+    about = {"experiment": "diagnosis", "script": name}
+    with lab.attempt(f"A diagnosis of the loop {name}", **about):
         room, start, fixes = loops[name]
         work = lab.workload(room)
-        tested = partial(
-            ablations.ablations, work, start, steps, rounds=1 if tiny else 3, only=fixes
-        )
-        diagnosed[name] = lab.measured(f"diagnosis: {name}", None, tested)
+        measure = partial(tested, work, start, fixes, **about)
+        diagnosed[name] = lab.measured(f"diagnosis: {name}", None, measure)
         make_room(work)
 print(next((run.metrics["told"] for run in diagnosed.values()), ""))
 

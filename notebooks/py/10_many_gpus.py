@@ -99,6 +99,11 @@ def link_run() -> Run | None:
 def one_process(case) -> Run | None:
     return case.run(alone, "one process", ranks=1)
 
+
+def of_ddp(case) -> dict:
+    """The tags of a case's run on all ranks."""
+    return case.tags | {"strategy": "ddp", "ranks": count}
+
 # %% [markdown]
 # ## 1 · One GPU, and the link
 #
@@ -131,7 +136,7 @@ my_bandwidth: float | None = None  # for example 100
 lab.predict("bus bandwidth of a large all-reduce", my_bandwidth, "GB/s")
 
 # %%
-with lab.attempt("Several ranks on this machine", reference="all-reduce"):
+with lab.attempt("Several ranks on this machine", experiment="all-reduce"):
     device = lab10_distributed.device_for(lab)
     plan = lab10_distributed.plan_alone(cases, count, timed, tiny)
     lab10_distributed.measured(lab, plan, count, device, into=alone)
@@ -149,7 +154,7 @@ def link_table(runs: list[Run]) -> pd.DataFrame:
     )
 
 
-with lab.attempt("The link's picture", reference="all-reduce"):
+with lab.attempt("The link's picture", experiment="all-reduce"):
     need(link_run())
     marks = {
         case.title: 1e6 * one_process(case).metrics["gradient_mb"]
@@ -234,7 +239,7 @@ my_efficiency: float | None = None  # for example 90
 lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %%
-with lab.attempt("The model's predictions", reference="foretold"):
+with lab.attempt("The model's predictions", experiment="predictions"):
     need(link_run())
     link = lab10_distributed.link_of(link_run())
     for case in cases:
@@ -296,7 +301,7 @@ def judge(run: Run) -> Run:
     return lab10_distributed.with_efficiency(run, one, predicted.get(run.run))
 
 
-with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
+with lab.attempt("Training on several ranks", **of_ddp(cases[0])):
     device = lab10_distributed.device_for(lab)
     need(alone)
     plan = lab10_distributed.plan_together(cases, count, timed, tiny)
@@ -305,7 +310,7 @@ with lab.attempt("Training on several ranks", reference=f"ddp {count}"):
 # %%
 unbroken = cases[0].run(alone, "one process", ranks=1, same_batch=True)
 losses: list[Run] = []
-with lab.attempt("The same losses", reference="losses"):
+with lab.attempt("The same losses", experiment="losses"):
     need(together and unbroken)
     one, many = (
         run.metrics["loss"] for run in (unbroken, cases[0].run(together, "ddp", ranks=count))
@@ -348,7 +353,7 @@ def scaling(runs: list[Run]) -> pd.DataFrame:
     return several.rename(columns=shown)
 
 
-with lab.attempt("Predicted and measured", reference=f"ddp {count}"):
+with lab.attempt("Predicted and measured", **of_ddp(cases[0])):
     need(together)
     with_prediction = {
         run.run: run for run in together if run.ok and run.metric("predicted_step_ms")
@@ -426,7 +431,7 @@ my_exposed: float | None = None  # for example 5
 lab.predict("exposed communication, all weights", my_exposed, "%")
 
 # %%
-with lab.attempt("A step's picture", reference=f"full ddp {count}"):
+with lab.attempt("A step's picture", **of_ddp(cases[1])):
     need(together)
     traced = {
         run.run: (run.samples["computing_ms"], run.samples["communicating_ms"])
@@ -469,7 +474,7 @@ lab.runs_table(together, lab10_distributed.comparisons, experiment="training")
 # models 80 % at least. An upper bound below that refutes it; one above it would prove little.)
 
 # %%
-with lab.attempt("Other networks", reference="networks"):
+with lab.attempt("Other networks", experiment="networks"):
     need(by_themselves)
     networks = lab10_distributed.NETWORKS
     links = {rate: ddp_model.flat_link(count, rate) for rate in networks.values()}
@@ -609,7 +614,7 @@ lab.predict("steps that the checkpoint holds", my_step, "steps")
 
 # %%
 crashed: dict[str, Run] = {}
-with lab.attempt("A rank that is killed", reference="rank killed"):
+with lab.attempt("A rank that is killed", experiment="crash", event="rank killed"):
     device = lab10_distributed.device_for(lab)
     recipes = dict.fromkeys(lab10_distributed.CRASHES)
     recipes["resumed on fewer ranks"] = cases[0].for_ranks(count)
@@ -624,7 +629,7 @@ with lab.attempt("A rank that is killed", reference="rank killed"):
 # The run continues from that checkpoint, on as many ranks as before. After seven steps one of them raises an exception.
 
 # %%
-with lab.attempt("A rank that raises", reference="rank raises"):
+with lab.attempt("A rank that raises", experiment="crash", event="rank raises"):
     need(crashed)
     print(crashed["rank raises"].metrics["message"])
 
@@ -644,7 +649,7 @@ with lab.attempt("A rank that raises", reference="rank raises"):
 # happened to.
 
 # %%
-with lab.attempt("Going on with fewer ranks", reference="resumed on fewer ranks"):
+with lab.attempt("Going on with fewer ranks", experiment="crash", event="resumed on fewer ranks"):
     need(crashed)
     resumed = crashed["resumed on fewer ranks"]
     if not resumed.ok:
