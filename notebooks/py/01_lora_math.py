@@ -478,7 +478,8 @@ for size, (n, width) in sizes.items():
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
 for ax, (size, (n, width)) in zip(axes, sizes.items(), strict=True):
-    plots.grouped(ax, times[size], ((plots.MIST, ""), (plots.NAVY, ""), (plots.AMBER, "///")))
+    fills = ((plots.MIST, ""), (plots.NAVY, ""), (plots.AMBER, "///"))
+    plots.grouped(ax, times[size], "ms (median, p10-p90)", fills)
     ax.set_title(f"{size}\n{n} rows, width {width}")
 figure.legend(
     *axes[0].get_legend_handles_labels(), title=f"r = {r}", loc="outside lower center", ncols=3

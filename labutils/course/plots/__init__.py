@@ -30,7 +30,6 @@ from labutils.course.plots.palette import (
 from labutils.course.plots.runs import differences, steps, sweep, utilisation, waterfall
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
 from labutils.course.plots.series import (
-    counts,
     curves,
     errors,
     grouped,

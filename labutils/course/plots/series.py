@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from labutils.course.plots import layout
 from labutils.course.plots.layout import Spread
@@ -20,6 +22,7 @@ from labutils.course.plots.palette import (
     TEAL,
     Fill,
 )
+from labutils.course.tables import cell
 from labutils.results.records import summarise
 
 if TYPE_CHECKING:
@@ -56,13 +59,14 @@ def panels(
         ax.set_title(title)
         if legend := ax.get_legend():
             legend.remove()
-    top = max((ax.get_ylim()[1] for ax in axes), default=1.0)
+    top = max(ax.get_ylim()[1] for ax in axes)
+    named = {}
     for ax in axes:
         ax.set_ylim(0, 1.03 * top)
-    handles, labels = max(
-        (ax.get_legend_handles_labels() for ax in axes), key=lambda it: len(it[1])
-    )
-    axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)))
+        handles, labels = ax.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    place = {"loc": "outside lower center", "ncols": max(1, len(named))}
+    axes[0].figure.legend(named.values(), named.keys(), **place)
     return axes
 
 
@@ -136,36 +140,26 @@ def over_decoding(
     return ax
 
 
-def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: str) -> Axes:
-    """Bars side by side: one fill a name, one group for each of its counts, numbered from 1."""
-    for place, ((name, values), fill) in enumerate(zip(series.items(), cycle(FILLS), strict=False)):
-        at = [1 + group + _shift(place, len(series)) for group in range(len(values))]
-        ax.bar(at, values, 0.8 / len(series), label=name, **layout.look(fill))
-    longest = max((len(values) for values in series.values()), default=0)
-    ax.set(xticks=range(1, longest + 1), xlabel=xlabel, ylabel=ylabel)
-    ax.grid(axis="x", visible=False)
-    layout.legend(ax)
-    return ax
-
-
 def grouped(
-    ax: Axes, times: Mapping[str, Mapping[str, Sequence[float]]], fills: Sequence[Fill] = FILLS
+    ax: Axes,
+    values: Mapping[str, Mapping[Any, float | Sequence[float]]],
+    ylabel: str,
+    fills: Sequence[Fill] = FILLS,
 ) -> Axes:
-    """Upright bars in groups: `times` is name -> group -> samples in ms; median and p10-p90.
+    """Upright bars in groups: name -> group -> a number, or samples (median and p10-p90).
 
     A name has the same fill in every group. Every name has the same groups.
     """
-    groups = list(next(iter(times.values())))
-    for place, (name, by_group) in enumerate(times.items()):
-        spreads = [summarise(by_group[group]) for group in groups]
-        at = [group + _shift(place, len(times)) for group in range(len(groups))]
-        medians = [s["median"] for s in spreads]
-        below = [s["median"] - s["p10"] for s in spreads]
-        above = [s["p90"] - s["median"] for s in spreads]
-        look = layout.look(fills[place]) | {"capsize": 3, "label": name}
-        ax.bar(at, medians, 0.74 / len(times), yerr=[below, above], **look)
+    groups = list(next(iter(values.values())))
+    for place, (name, by_group) in enumerate(values.items()):
+        at = [group + _shift(place, len(values)) for group in range(len(groups))]
+        spreads = [layout.spread_of(summarise(np.atleast_1d(by_group[group]))) for group in groups]
+        low, median, high = np.transpose(spreads)
+        look = layout.look(fills[place]) | {"label": name}
+        ax.bar(at, median, 0.74 / len(values), **look)
+        ax.vlines(at, low, high, color=RUST, linewidth=2, zorder=3)
     ax.set_xticks(range(len(groups)), groups)
-    ax.set_ylabel("ms (median, p10-p90)")
+    ax.set_ylabel(ylabel)
     ax.grid(axis="x", visible=False)
     return ax
 
@@ -230,11 +224,11 @@ def launch_cost(
     """
     styles = zip((NAVY, RUST, TEAL), ("o-", "s--", "^-."), strict=True)
     for (way, curve), (color, style) in zip(times.items(), styles, strict=False):
-        spreads = [s if isinstance(s, Mapping) else summarise(s) for s in curve.values()]
-        low, median, high = ([1e3 * s[q] for s in spreads] for q in ("p10", "median", "p90"))
+        summaries = [s if isinstance(s, Mapping) else summarise(s) for s in curve.values()]
+        low, median, high = 1e3 * np.transpose([*map(layout.spread_of, summaries)])
         ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
         ax.plot(list(curve), median, style, color=color, label=way, zorder=3)
-    label = f"one call from Python here: {layout.figure(launch_us)} µs"
+    label = f"one call from Python here: {cell(launch_us)} µs"
     ax.axhline(launch_us, color=GREY, linestyle=":", label=label, zorder=1)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
