@@ -11,12 +11,12 @@ reference runs instead.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -119,15 +119,11 @@ def _injected(namespace: Mapping[str, Any]) -> set[str]:
     """Names that papermill assigned: it puts them in a cell of its own, and only warns where
     nothing declares them.
 
-    Of a cell that was changed and run again, what was run last counts.
+    It writes one parameter a line. Of a cell that was changed and run again, what was run last
+    counts.
     """
     cells = [cell for cell in namespace.get("In", []) if cell.startswith("# Parameters\n")]
-    try:
-        statements = ast.parse(cells[-1] if cells else "").body
-    except SyntaxError:  # then it assigned nothing
-        return set()
-    targets = [target for s in statements if isinstance(s, ast.Assign) for target in s.targets]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    return set(re.findall(r"^(\w+) =", cells[-1], re.MULTILINE)) if cells else set()
 
 
 class Lab:
@@ -190,11 +186,8 @@ class Lab:
         """Stamp `runs` with lab, machine, versions, commit and time, append them to results.jsonl,
         and return them.
 
-        A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane;
-        raises `LabError` where there is no such lane.
+        A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane.
         """
-        if lane is not None and lane not in records.LANES:
-            raise LabError(f"There is no lane {lane!r}. The lanes: {', '.join(records.LANES)}.")
         if isinstance(runs, Mapping):
             for name, run in runs.items():
                 run.run = run.run or name

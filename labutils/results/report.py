@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from labutils.results import claims as articles
 from labutils.results import judges, records
 from labutils.results.judges import Judgement
-from labutils.results.records import LANES, REFERENCE, REPOSITORY, Run, Runs
+from labutils.results.records import LANES, REFERENCE, REPOSITORY, Runs, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,7 +41,6 @@ class Page:
     labs_done: list[str]
     records: list[dict[str, Any]] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
-    migrated: int = 0
 
 
 def main(results: Path | None, as_json: bool) -> int:
@@ -116,52 +115,34 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
         labs_done=sorted({r["lab"] for r in kept if r.get("status") == "done"}),
         records=kept,
         passed_over=[reading.told() for reading in readings if reading.passed_over],
-        migrated=sum(reading.migrated for reading in readings),
     )
 
 
 def ladder(runs: Runs) -> pd.DataFrame:
     """The rungs that lab 04 climbed, lane by lane in the order in which they were run: rung, lane,
-    step_ms, p10, p90, speedup (over the rung "stock"), gpu_busy, floor_ms. What a run didn't record
-    is missing.
+    step_ms, p10, p90, speedup (over the rung "stock"), gpu_busy, floor_ms.
 
-    Failed runs are left out, and those whose optimizer step takes another number of examples than
-    the stock one's.
+    Failed runs are left out. What a run didn't record, or is no number, is missing: a results file
+    may hold anything.
     """
     import pandas as pd
 
     climbed = runs.select(LADDER_LAB, experiment="ladder").newest()
-    rows = [_rung(run) for run in climbed if run.ok and run.lane in LANES]
-    frame = pd.DataFrame(rows, columns=["rung", "lane", *NUMBERS, "examples"])
-    numbers = frame[[*NUMBERS, "examples"]].apply(pd.to_numeric, errors="coerce")
-    frame[numbers.columns] = numbers.replace(float("inf"), float("nan"))
+    climbed = [run for run in climbed if run.ok and run.lane in LANES]
+    summaries = [run.metrics.get("step_ms") for run in climbed]
+    ends = pd.DataFrame([s if isinstance(s, Mapping) else {} for s in summaries])
+    frame = pd.concat([to_frame(climbed), ends], axis=1).reindex(columns=["rung", "lane", *NUMBERS])
+    numbers = frame[NUMBERS].apply(pd.to_numeric, errors="coerce")
+    frame[NUMBERS] = numbers.replace(float("inf"), float("nan"))
     frame = frame[frame["step_ms"] > 0]
     frame = frame.sort_values("lane", key=lambda lane: lane.map(LANES.index), kind="stable")
-    stock = frame[frame["rung"] == "stock"]
+    stock = frame.loc[frame["rung"] == "stock", "step_ms"]
     if len(stock):
-        frame = frame[frame["examples"].isin(stock["examples"])]
-        frame["speedup"] = stock["step_ms"].iloc[0] / frame["step_ms"]
-    return frame.drop(columns="examples")
+        frame["speedup"] = stock.iloc[0] / frame["step_ms"]
+    return frame
 
 
 NUMBERS = ["step_ms", "p10", "p90", "speedup", "gpu_busy", "floor_ms"]
-
-
-def _rung(run: Run) -> dict[str, Any]:
-    """A row of the ladder, as far as it is on record: a results file may hold anything."""
-    step = run.metrics.get("step_ms")
-    summary = step if isinstance(step, Mapping) else {}
-    examples = [run.recipe.get(name, 1) for name in ("micro_batch", "accumulation")]
-    return {
-        "rung": run.tags.get("rung"),
-        "lane": run.lane,
-        "step_ms": run.metric("step_ms"),
-        "p10": summary.get("p10"),
-        "p90": summary.get("p90"),
-        "gpu_busy": run.metric("gpu_busy"),
-        "floor_ms": run.metric("floor_ms"),
-        "examples": examples[0] * examples[1] if all(type(x) is int for x in examples) else None,
-    }
 
 
 # -------------------------------------------------------------------------------------- machines
@@ -281,7 +262,5 @@ def _print_sources(console: Any, page: Page) -> None:
         console.print(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}.")
     else:
         console.print("No results of this machine yet. Type: labutils run")
-    if page.migrated:
-        console.print(f"{page.migrated} records of schema 1: their tags come from their names.")
     for told in page.passed_over:
         console.print(f"Passed over: {told}", soft_wrap=True)

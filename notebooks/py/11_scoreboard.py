@@ -224,20 +224,20 @@ lab.table(differ, otherwise="On every claim that both could test, they agree.")
 
 # %%
 scores = predictions.scores_of(page.records)
-told = [score for score in scores if score.factor is not None]
-if told:
+told = scores.dropna(subset="factor")
+if len(told):
     fig, ax = plt.subplots()
     plots.calibration(ax, told, predictions.NEAR)
     plt.show()
-waiting = sum(score.measured is None for score in scores)
+waiting = scores["measured"].isna().sum()
 lab.show(
     f"{len(scores)} predictions are on record: {len(told)} of them scored by a factor, {waiting} not measured on this machine."
-    if scores
+    if len(scores)
     else "No prediction is on record: in each lab, put numbers into the cells *Your prediction*, and run it to its end."
 )
 
 # %%
-for by in ("kind", "lab") if told else ():
+for by in ("kind", "lab") if len(told) else ():
     table = predictions.summaries(told, by)
     table["lean"] = table["lean"].map(predictions.lean_in_words)
     lab.table(table.rename(columns={"off": "median factor off", "near": "within a factor of 2"}))
@@ -290,7 +290,7 @@ counts = {
     word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements)
     for word in plots.VERDICT_MARKS
 }
-if told:
+if len(told):
     (whole,) = predictions.summaries(told).to_dict("records")
     counts |= {"predictions": whole["predictions"], "median_factor_off": whole["off"]}
     counts["lean"] = whole["lean"]

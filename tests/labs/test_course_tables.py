@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labutils.course.goals import GOAL_HEAD, Goal, goal_rows
-from labutils.course.predictions import Score, lean_in_words, scores_of, summaries
+from labutils.course.predictions import lean_in_words, scores_of, summaries
 from labutils.course.tables import as_table, columns_of
 from labutils.results.records import Run
 
@@ -82,33 +82,40 @@ def test_goals_are_judged_at_full_on_the_references_card():
 # Predictions
 
 
-def record(status: str, value: object, measured: object = None, topic: str = "a") -> dict:
-    known = {"lab": "03", "status": status, "topic": topic, "value": value, "unit": "x"}
+def record(
+    status: str, value: object, measured: object = None, topic: str = "a", unit: str = "x"
+) -> dict:
+    known = {"lab": "03", "status": status, "topic": topic, "value": value, "unit": unit}
     return known | ({} if measured is None else {"measured": measured})
 
 
 def test_the_last_prediction_counts_and_forgets_an_older_score():
     records = [record("prediction", 1), record("score", 1, 4), record("prediction", 5, topic="b")]
     records += [record("prediction", 3)]
-    (b, a) = scores_of(records)
-    assert (b.topic, b.predicted, a.topic, a.predicted, a.measured) == ("b", 5, "a", 3, None)
-    assert scores_of([*records, record("score", 3, 4)])[-1].measured == 4
+    scores = scores_of(records)
+    assert list(zip(scores["topic"], scores["predicted"], strict=True)) == [("b", 5), ("a", 3)]
+    assert scores["measured"].isna().all()
+    assert scores_of([*records, record("score", 3, 4)])["measured"].iloc[-1] == 4
 
 
 @pytest.mark.parametrize("odd", ["3", True, float("nan"), float("inf"), 10**400, [1]])
 def test_what_is_no_number_is_passed_over(odd):
-    assert scores_of([record("prediction", odd), record("score", 1, odd), {"lab": 3}]) == []
+    assert scores_of([record("prediction", odd), record("score", 1, odd), {"lab": 3}]).empty
 
 
 def test_summaries_begin_with_what_is_misjudged_most():
     pairs = [(10, 5, "ms"), (4, 8, "s"), (30, 10, "us"), (9, 1, "%"), (0, 5, "x"), (1, None, "x")]
-    scores = [Score("03", "t", unit, predicted, measured) for predicted, measured, unit in pairs]
+    records = [
+        record("prediction" if measured is None else "score", predicted, measured, str(at), unit)
+        for at, (predicted, measured, unit) in enumerate(pairs)
+    ]
+    scores = scores_of(records)
     table = summaries(scores, "kind")
     assert list(table["kind"]) == ["shares and changes", "times"]
     times = table.iloc[1]
     assert (times["predictions"], times["off"], times["near"]) == (3, 2, 2)
     assert times["lean"] == pytest.approx(2)
     assert list(summaries(scores)["predictions"]) == [4]
-    assert summaries([]).empty
+    assert summaries(scores_of([])).empty
     said = [lean_in_words(lean) for lean in (0.95, 1.5, 0.5)]
     assert said == ["neither way", "1.5x too high", "2x too low"]

@@ -80,8 +80,7 @@ def test_right_answers_in_other_forms_are_right(exercise, answer):
     [
         ("07.1", "-32", "A number"),
         ("07.1", torch.tensor(True), "A number"),
-        ("08.1", 150, "A tuple of 2 numbers"),
-        ("10.3", {True, 2, 4}, "A set"),
+        ("08.1", 150, "A tuple of 2"),
         ("11.1", {"inconclusive"}, "A word"),
     ],
 )

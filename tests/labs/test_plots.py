@@ -9,7 +9,7 @@ import pytest
 
 from labutils.course import plots
 from labutils.course.plots import traces
-from labutils.course.predictions import Score
+from labutils.course.predictions import scores_of
 from labutils.profiling.roofline import Roofline
 from labutils.results.judges import VERDICTS
 from labutils.results.records import Run, summarise
@@ -213,9 +213,11 @@ def test_every_verdict_has_a_mark_of_its_own():
 
 
 def test_calibration_shows_each_prediction_with_both_numbers(ax):
-    told = [Score("00", "far too high", "us", 100, 0.001), Score("01", "half", "ms", 700, 1400)]
-    told += [Score("02", "right", "", 448, 448), Score("03", "no factor", "%", 0, 5)]
-    plots.calibration(ax, told, near=2)
+    asked = [("00", "far too high", "us", 100, 0.001), ("01", "half", "ms", 700, 1400)]
+    asked += [("02", "right", "", 448, 448), ("03", "no factor", "%", 0, 5)]
+    names = ("lab", "topic", "unit", "value", "measured")
+    records = [dict(zip(names, one, strict=True)) | {"status": "score"} for one in asked]
+    plots.calibration(ax, scores_of(records), near=2)
     assert {"100 | 0.001 us", "700 | 1,400 ms", "00  far too high"} <= set(texts(ax))
     assert not any("no factor" in text for text in texts(ax))
     places = [line.get_xdata()[0] for line in ax.lines if len(line.get_xdata()) == 1]

@@ -27,9 +27,8 @@ def no_other_results(tmp_path, monkeypatch):
 
 def rung(name: str, ms: float, lane: str = "article", **metrics: float) -> Run:
     step = {"median": ms, "p10": 0.9 * ms, "p90": 1.1 * ms, "n": 9}
-    recipe = {"micro_batch": 1, "accumulation": 4}
     tags = {"experiment": "ladder", "rung": name}
-    return Run("04", name, lane, metrics={"step_ms": step} | metrics, recipe=recipe, tags=tags)
+    return Run("04", name, lane, metrics={"step_ms": step} | metrics, tags=tags)
 
 
 def write(folder: Path, *runs: Run, done: str = "") -> Path:
@@ -74,15 +73,12 @@ def test_the_h200_s_records_are_reported_whole(capsys):
 
 def test_the_ladder_goes_lane_by_lane_with_speedups_over_stock():
     merged = rung("merged", 40, "same mathematics")
-    merged.recipe = {"micro_batch": 4, "accumulation": 1}  # as many examples a step
-    other_work = rung("other", 30)
-    other_work.recipe = {"micro_batch": 1}
     failed = rung("failed", 1)
     failed.status = "error: RuntimeError"
     graph = rung("graph", 100, "same work", gpu_busy=0.97, floor_ms=15)
     apart = Run("04", "x", metrics={"step_ms": 3}, tags={"experiment": "x"})
     workers = rung("workers", 500)
-    runs = Runs([merged, rung("stock", 1000), graph, workers, other_work, failed, apart])
+    runs = Runs([merged, rung("stock", 1000), graph, workers, failed, apart])
     rungs = report.ladder(runs)
     assert list(rungs["rung"]) == ["stock", "workers", "graph", "merged"]
     assert list(rungs["speedup"]) == pytest.approx([1, 2, 10, 25])
@@ -97,7 +93,6 @@ def test_odd_numbers_do_no_harm(tmp_path, capsys, odd):
         {"run": "stock", "metrics": {"step_ms": odd}},
         {"run": "odd", "metrics": {"step_ms": {"median": odd}}},
         {"run": "even", "metrics": {"step_ms": summary, "gpu_busy": odd, "floor_ms": odd}},
-        {"run": "recipe", "metrics": {"step_ms": summary}, "recipe": {"micro_batch": odd}},
         {"run": "stock [bold]x[/bold]", "metrics": {"step_ms": 3}},
     ]
     lines = (json.dumps({"schema": 1, "lab": "04"} | record) + "\n" for record in records)

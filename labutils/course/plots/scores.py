@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
@@ -10,9 +10,8 @@ from labutils.course.plots.palette import INK, MIST, NAVY, RUST, VERDICT_MARKS
 from labutils.course.tables import cell
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.axes import Axes
-
-    from labutils.course.predictions import Score
 
 Pair = tuple[str, str]
 """A claim's verdict on each of two sides."""
@@ -53,19 +52,19 @@ def verdicts(ax: Axes, judged: Mapping[str, Mapping[str, Pair]], sides: Pair) ->
     return ax
 
 
-def calibration(ax: Axes, scores: Sequence[Score], near: float) -> Axes:
-    """Predicted over measured, one row a prediction, on a logarithmic axis.
+def calibration(ax: Axes, scores: pd.DataFrame, near: float) -> Axes:
+    """Predicted over measured, one row a prediction (of `scores_of`), on a logarithmic axis.
 
     The band is within a factor of `near`. Scores without a factor are left out. Each row's numbers
     stand at its right.
     """
-    told = [score for score in scores if score.factor is not None]
+    told = scores.dropna(subset="factor")
     layout.make_room(ax, len(told), per_row=0.22)
     ax.axvspan(1 / near, near, color=MIST, label=f"within a factor of {near:g}", zorder=1)
     ax.axvline(1, color=INK, linestyle="-", linewidth=1, zorder=2)
     beside = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": 8}
-    widest = min(MOST_OFF, 1.5 * max([2 * near, *(score.off for score in told)]))
-    for row, score in enumerate(told):
+    widest = min(MOST_OFF, 1.5 * max(2 * near, told["off"].max()))
+    for row, score in enumerate(told.itertuples()):
         at = min(max(score.factor, 1 / widest), widest)
         marker = "o" if at == score.factor else ">" if at == widest else "<"
         ax.hlines(row, *sorted((1, at)), color=NAVY, linewidth=1.2, zorder=3)
@@ -73,7 +72,7 @@ def calibration(ax: Axes, scores: Sequence[Score], near: float) -> Axes:
         numbers = f"{cell(score.predicted)} | {cell(score.measured)} {score.unit}"
         ax.annotate(numbers, (1.02, row), **beside)
     ax.annotate("you | measured", (1.02, -1), weight="bold", **beside)
-    layout.rows(ax, [f"{score.lab}  {score.topic}" for score in told])
+    layout.rows(ax, list(told["lab"] + "  " + told["topic"]))
     ax.tick_params(axis="y", labelsize=8)
     ax.set(xscale="log", xlim=(1 / widest, widest))
     ticks = [t for t in (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20) if 1 / widest <= t <= widest]
