@@ -363,16 +363,14 @@ class Lab:
         and our H200's run is shown instead. `instead()` shows what the H200 did in a better way
         than as that run's numbers. Ctrl-C is no failure and passes through.
         """
-        failure: Exception | None = None
+        status = ""
         try:
             yield
         except Exception as error:
             _clear_frames(error)
-            failure = error
-        if failure is None:
+            status = records.status_of(error)
+        if not status:
             return
-        status = records.status_of(failure)
-        failure = None
         gc.collect()
         with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too
             cuda.empty_cache()

@@ -1,5 +1,4 @@
-"""`labutils report`: every claim with published | reference | here | verdict, and the ladder of lab
-04.
+"""`labutils report`: every claim with published | reference | here | verdict.
 
 It works with whatever results there are: none, a run killed while writing, the records of labs it
 doesn't know.
@@ -11,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from labutils.results import claims as articles
 from labutils.results import judges, records
 from labutils.results.judges import Judgement
-from labutils.results.records import LANES, REFERENCE, REPOSITORY, Runs, to_frame
+from labutils.results.records import REFERENCE, REPOSITORY, Runs
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LADDER_LAB = "04"
 WIDTH = 100
 """Columns of the page where there is no terminal to ask."""
 
@@ -118,43 +116,12 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
     )
 
 
-def ladder(runs: Runs) -> pd.DataFrame:
-    """The rungs that lab 04 climbed, lane by lane in the order in which they were run: rung, lane,
-    step_ms, p10, p90, speedup (over the rung "stock"), gpu_busy, floor_ms.
-
-    Failed runs are left out. What a run didn't record, or is no number, is missing: a results file
-    may hold anything.
-    """
-    import pandas as pd
-
-    climbed = runs.select(LADDER_LAB, experiment="ladder").newest()
-    climbed = [run for run in climbed if run.ok and run.lane in LANES]
-    summaries = [run.metrics.get("step_ms") for run in climbed]
-    ends = pd.DataFrame([s if isinstance(s, Mapping) else {} for s in summaries])
-    frame = pd.concat([to_frame(climbed), ends], axis=1).reindex(columns=["rung", "lane", *NUMBERS])
-    numbers = frame[NUMBERS].apply(pd.to_numeric, errors="coerce")
-    frame[NUMBERS] = numbers.replace(float("inf"), float("nan"))
-    frame = frame[frame["step_ms"] > 0]
-    frame = frame.sort_values("lane", key=lambda lane: lane.map(LANES.index), kind="stable")
-    stock = frame.loc[frame["rung"] == "stock", "step_ms"]
-    if len(stock):
-        frame["speedup"] = stock.iloc[0] / frame["step_ms"]
-    return frame
-
-
-NUMBERS = ["step_ms", "p10", "p90", "speedup", "gpu_busy", "floor_ms"]
-
-
 # -------------------------------------------------------------------------------------- machines
 
 
 def as_data(page: Page) -> dict[str, Any]:
     """The report for machines: plain JSON data. A value that isn't there is null."""
-    tables = {
-        "claims": claims_table(page.judgements),
-        "ladder": ladder(page.here),
-        "reference_ladder": ladder(page.reference),
-    }
+    table = claims_table(page.judgements)
     return {
         "schema": 1,
         "results": [str(path) for path in page.files],
@@ -162,9 +129,7 @@ def as_data(page: Page) -> dict[str, Any]:
         "labs_done": page.labs_done,
         "verdicts": dict(Counter(j.verdict for j in page.judgements)),
         "reference_verdicts": dict(Counter(j.reference_verdict for j in page.judgements)),
-    } | {
-        name: table.astype(object).where(table.notna(), None).to_dict("records")
-        for name, table in tables.items()
+        "claims": table.where(table.notna(), None).to_dict("records"),
     }
 
 
@@ -214,10 +179,6 @@ def show(page: Page) -> None:
         ]
         head = ("claim, and why the verdict", "published", machine, "here", "verdict here")
         _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
-    theirs = ladder(page.reference)
-    _print_ladder(console, "The ladder on the reference machine", theirs, page.reference)
-    if not theirs.equals(here := ladder(page.here)):  # one is enough of the reference itself
-        _print_ladder(console, "The ladder here", here, page.here)
     _print_sources(console, page)
 
 
@@ -232,22 +193,6 @@ def _print_table(console: Any, title: str, head: Sequence[str], rows: Iterable[S
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
-
-
-def _print_ladder(console: Any, title: str, rungs: pd.DataFrame, runs: Runs) -> None:
-    if rungs.empty:
-        return
-    run = runs.select(LADDER_LAB)[0]
-    machine = run.machine.get("gpu") or run.machine.get("cpu") or "unknown machine"
-    shown = rungs.assign(gpu_busy=100 * rungs["gpu_busy"])
-    shown.columns = ["rung", "lane", "median ms", "p10", "p90", "over stock", "GPU busy %", "floor"]
-    console.print(f"{title} ({machine}, scale {run.scale}): one optimizer step", style="bold")
-    text = shown.to_string(index=False, na_rep="–", float_format="{:,.1f}".format)
-    console.print(text, soft_wrap=True)
-    console.print(
-        "Compare within a lane: 'same mathematics' computes less, for gradients of the same "
-        "distribution.\n"
-    )
 
 
 def _print_sources(console: Any, page: Page) -> None:

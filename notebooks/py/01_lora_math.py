@@ -58,6 +58,7 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 from torch import nn
 
@@ -289,7 +290,9 @@ for name, (_, _, rank) in MODELS.items():
     both = counts[f"{name}_total"], counts[f"{name}_lora_r{rank}"]
     pairs[f"{NAMES[name]}, r = {rank}"] = dict(zip(("all weights", "LoRA"), both, strict=True))
 figure, ax = plt.subplots()
-plots.magnitudes(ax, pairs, "parameters")
+pd.DataFrame(pairs).T.plot.barh(ax=ax, logx=True, color=[plots.NAVY, plots.AMBER])
+ax.invert_yaxis()
+ax.set_xlabel("parameters (each mark of the axis is a factor of ten)")
 plt.show()
 shares = [
     (name, *both.values(), f"{both['LoRA'] / both['all weights']:.3%}")

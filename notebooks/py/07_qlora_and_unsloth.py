@@ -515,7 +515,7 @@ columns = {
 lab.runs_table(runs.values(), columns, experiment="methods")
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
+fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), sharey=True)
 seconds = {
     f"{length} texts": lab07_qlora.over_examples(logs, length, "elapsed_time_sec")
     for length in texts
@@ -541,7 +541,7 @@ columns = {
 with lab.attempt("Memory over time", experiment="methods", method="qlora", texts="long"):
     if not on_gpu:
         raise Unavailable("there is no GPU, whose memory the log would hold")
-    fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2))
+    fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2), sharey=True)
     over = {
         title: lab07_qlora.over_examples(logs, "long", column) for column, title in columns.items()
     }

@@ -59,6 +59,7 @@ from labutils.course.lab import open_lab
 lab = open_lab("09", globals())
 
 # %%
+import math
 import os
 import subprocess
 import sys
@@ -285,13 +286,13 @@ with lab.attempt("One batch in each form", experiment="numbers", precision="bf16
         "numbers: ", lab09_toggles.FORMS, partial(lab09_toggles.numerical_effects, ready)
     )
     fig, ax = plt.subplots()
-    shown = {"gradient": "gradient_error", "loss": "loss_error"}
-    off = {
-        name: {what: run.metrics[metric] for what, metric in shown.items()}
-        for name, run in numbers.items()
-        if run.ok and run.metrics["gradient_error"] > 0
-    }
-    plots.errors(ax, off)
+    off = {name: run for name, run in numbers.items() if run.metric("gradient_error")}
+    for what, marker in {"gradient": "o", "loss": "s"}.items():
+        shares = [run.metric(f"{what}_error") or math.nan for run in off.values()]
+        ax.plot(shares, list(off), marker, markersize=9, label=f"{what} off by")
+    ax.set(xscale="log", xlabel="share, against float32 (each mark is a factor of ten)")
+    ax.invert_yaxis()
+    ax.legend()
     plt.show()
 columns = {
     "precision": "form",

@@ -489,7 +489,9 @@ with lab.attempt("Other networks", experiment="networks"):
     fig, ax = plt.subplots(figsize=(7.2, 3.8))
     plots.curves(ax, needed, "GB/s in one direction", f"predicted efficiency of {count} ranks, %")
     ax.set_ylim(0, 105)
-    plots.named_ticks(ax, networks)
+    ax.set_xscale("log")
+    ax.minorticks_off()
+    ax.set_xticks([*networks.values()], [f"{name}\n{rate:g}" for name, rate in networks.items()])
     plt.show()
     lab.table(
         ("efficiency at most, %", *networks),

@@ -7,7 +7,7 @@ in lightness and hatch as well. matplotlib is imported where it is used, so that
 package stays cheap.
 """
 
-from labutils.course.plots.layout import named_ticks, use_style
+from labutils.course.plots.layout import use_style
 from labutils.course.plots.machines import link, peaks, predicted_steps, roofline
 from labutils.course.plots.memory import predicted_peaks, stacked_memory
 from labutils.course.plots.palette import (
@@ -31,10 +31,8 @@ from labutils.course.plots.runs import differences, steps, sweep, utilisation, w
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
 from labutils.course.plots.series import (
     curves,
-    errors,
     grouped,
     launch_cost,
-    magnitudes,
     over_decoding,
     panels,
     slower_hosts,

@@ -111,10 +111,7 @@ def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None
 
     handles = [Patch(label=name, **look(fill)) for name, fill in fills.items()]
     if beside is None:
-        inches = sum(0.5 + 0.065 * len(name) for name in fills)  # nearly
-        one_row = inches < 0.8 * ax.figure.get_figwidth()
-        columns = max(1, len(handles) if one_row else min(4, len(handles)))
-        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns)
+        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
         return
     place = {"loc": "center left", "bbox_to_anchor": (1.0, beside)}
     legend = Legend(ax, handles, list(fills), fontsize=8, labelspacing=0.3, **place)
@@ -127,14 +124,3 @@ def white_edge(width: float = 1.5) -> list[Any]:
     from matplotlib import patheffects
 
     return [patheffects.Stroke(linewidth=width * 2.2, foreground=PAPER), patheffects.Normal()]
-
-
-def named_ticks(ax: Axes, places: Mapping[str, float]) -> Axes:
-    """A logarithmic x axis whose ticks are named places."""
-    from matplotlib.ticker import NullFormatter
-
-    ax.set_xscale("log")
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    labels = [f"{name}\n{value:g}" for name, value in places.items()]
-    ax.set_xticks(list(places.values()), labels, fontsize=8)
-    return ax

@@ -89,11 +89,8 @@ def link(ax: Axes, samples: Mapping[str, Sequence[float]], marks: Mapping[str, f
     styles = zip(cycle((":", "--", "-.", (0, (1, 3)))), cycle((RUST, TEAL, PURPLE, GREY)))
     for (name, size), (line, color) in zip(marks.items(), styles, strict=False):
         ax.axvline(size, color=color, linestyle=line, label=name, zorder=2)
-    every = [*sizes, *marks.values()]
-    units = {2**10: "1 KiB", 2**14: "16 KiB", 2**18: "256 KiB", 2**22: "4 MiB", 2**26: "64 MiB"}
-    units |= {2**30: "1 GiB", 2**34: "16 GiB"}
-    ticks = [size for size in units if min(every) <= size <= 2 * max(every)]
-    ax.set_xticks(ticks, [units[size] for size in ticks])
+    ax.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
+    ax.set_xticklabels(["1 KiB", "32 KiB", "1 MiB", "32 MiB", "1 GiB"])
     ax.yaxis.set_major_formatter("{x:g}")
     ax.set(xlabel="bytes of the message", ylabel="bus bandwidth, GB/s")
     layout.legend(ax)
