@@ -142,6 +142,13 @@ def test_peaks_show_the_share_of_the_dense_peak(ax):
     assert_tidy(ax)
 
 
+def test_the_cost_of_launches_is_in_microseconds(ax):
+    plots.launch_cost(ax, {"called": {2**n: [0.002, 0.003, 0.005] for n in range(4, 20, 4)}}, 2.5)
+    low, high = ax.get_ylim()
+    assert 1 < low < 2.2 and 4.6 < high < 10 and "one call from Python here: 2.5 µs" in texts(ax)
+    assert_tidy(ax)
+
+
 def test_a_predicted_step_stands_beside_the_measured_one(ax):
     run = timed("2 ranks", 110)
     run.metrics["predicted_step_ms"] = 105.0

@@ -184,6 +184,7 @@ def launch_cost(
     ax.axhline(launch_us, color=GREY, linestyle=":", label=label, zorder=1)
     model_and_points(ax, {}, spreads, "numbers that the operation works on")
     ax.set(ylabel="microseconds a call", yscale="log")
+    ax.autoscale(axis="y")
     ax.set_xscale("log", base=2)
     ax.yaxis.set_major_formatter("{x:g}")
     return ax
