@@ -102,13 +102,6 @@ def test_waterfall_of_eighteen_rungs(ax, log):
     assert_tidy(ax)
 
 
-def test_differences_are_drawn_over_their_band(ax):
-    ranges = {"range of steps": {"b": (-8.0, 30.0)}}
-    plots.differences(ax, {"a": [1, 2], "b": [12]}, (-10, 10), "within 10 %", "% off", ranges)
-    assert {"within 10 %", "range of steps", "a", "b"} <= set(texts(ax))
-    assert_tidy(ax)
-
-
 def test_a_category_looks_the_same_in_every_timeline(ax):
     pictures = (["normalisation", "GEMM", "reduction"], ["convolution", "GEMM", "normalisation"])
     fills = [
@@ -201,15 +194,14 @@ def test_fills_differ_in_grey(fills):
 PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))
 
 
-@pytest.mark.parametrize("claims", [1, 16, 55])
-def test_verdicts_show_every_claim_on_one_page(ax, claims):
-    named = {f"some.claim-with-a-name-{n}": PAIRS[n % len(PAIRS)] for n in range(claims)}
+def test_verdicts_show_every_claim_on_one_page(ax):
+    named = {f"some.claim-with-a-name-{n}": PAIRS[n % len(PAIRS)] for n in range(55)}
     plots.verdicts(ax, {f"Article A{n}": named for n in range(1, 5)}, sides=("H200", "here"))
     said = texts(ax)
-    assert sum(text.startswith("some.claim") for text in said) == 4 * claims
+    assert sum(text.startswith("some.claim") for text in said) == 4 * 55
     width, height = ax.figure.get_size_inches()
     assert width < 8 and height < 11.2
-    assert len([line for line in ax.lines if len(line.get_xdata())]) == 8 * claims
+    assert len([line for line in ax.lines if len(line.get_xdata())]) == 8 * 55
     assert_tidy(ax)
 
 

@@ -102,16 +102,12 @@ def entries() -> list[dict]:
     ("change", "word"),
     [
         ({"id": "A2.x"}, "id"),
-        ({"kind": "opinion"}, "kind"),
         ({"judge": "guess"}, "judge"),
         ({"how": {"metrics": ["x"], "most": 1}}, "parameter"),
         ({"runs": {"loser": {"experiment": "x"}}}, "roles"),
         ({"runs": {"run": {"name": "x"}}}, "experiment"),
-        ({"published": ["3"]}, "numbers"),
         ({"statement": ""}, "statement"),
-        ({"section": None}, "section"),
         ({"reason": "none"}, "reason"),
-        ({"kind": "advice"}, "advice"),
         ({"kind": "predicted"}, "predict"),
         ({"colour": "red"}, "colour"),
     ],
@@ -131,10 +127,8 @@ def test_a_mistake_in_a_file_is_said(change, word):
         (80, "less", None, CONFIRMED),
         (120, "less", None, REFUTED),
         (100, "less", None, INCONCLUSIVE),
-        (120, "more", None, CONFIRMED),
         (105, "more", "slight", CONFIRMED),
         (157, "more", "slight", REFUTED),
-        (95, "more", "slight", REFUTED),
         (105, "more", "marked", REFUTED),
         (60, "less", "marked", CONFIRMED),
         (105, "as much", None, CONFIRMED),
@@ -192,7 +186,6 @@ def test_two_sums_of_one_run_are_compared():
     ("form", "published", "changed", "how", "verdict"),
     [
         ("gain", (290, 141), 50, {"tolerance": 0.25}, CONFIRMED),
-        ("gain", (290, 141), 30, {"tolerance": 0.25}, CONFIRMED),  # more than was claimed
         ("gain", (290, 141), 80, {"tolerance": 0.25}, REFUTED),
         ("gain", (44, 65), 150, {"tolerance": 0.25}, CONFIRMED),
         ("times", (1.48, 105), 7000, {"tolerance": 2}, CONFIRMED),
@@ -201,7 +194,6 @@ def test_two_sums_of_one_run_are_compared():
         ("percent", (4, 7), 80, {"tolerance": 3, "direction": "less"}, REFUTED),
         ("percent", (2, 6), 103, {"tolerance": 3, "direction": "less"}, REFUTED),  # other sign
         ("percent", (1.9,), 100, {"tolerance": 5, "direction": "more"}, INCONCLUSIVE),
-        ("percent", (0,), 102, {"tolerance": 5, "direction": "less"}, CONFIRMED),
         ("percent", (0,), 110, {"tolerance": 5, "direction": "less"}, REFUTED),
         ("percent", (70,), 5, {"tolerance": 5, "direction": "less", "at_least": True}, CONFIRMED),
     ],
@@ -310,7 +302,6 @@ def test_contains_an_item_or_is_one():
         ({"min": 2, "max": 3}, {"a": 2.5, "b": 2.4}, AGREES),
         ({"min": 2, "max": 3}, {"a": 5, "b": 6}, DISAGREES),
         ({"min": 2, "max": 3}, {"a": 2.5, "b": 6}, INCONCLUSIVE),
-        ({"min": 2, "max": 3}, {"a": 2.5}, INCONCLUSIVE),
         ({"min": 2.5, "margin": 0.2}, {"a": 2.25, "b": 2.25}, INCONCLUSIVE),
         ({"min": 2, "fastest": [4000, 8622]}, {"a": 2.5, "b": 2.5}, INCONCLUSIVE),
         ({"min": 2, "fastest": [4000, 9900]}, {"a": 2.5, "b": 2.5}, AGREES),
@@ -345,10 +336,6 @@ def test_advice_pays_costs_or_makes_no_difference(changed, spread, verdict):
     assert judge(one, times(100, changed, spread)).verdict == verdict
 
 
-def test_advice_reads_its_own_direction():
-    """What once turned one sign of two: the value, but not its interval."""
-    found = judge(claim("advice", "advice", direction="more"), times(100, 123))
-    assert found.verdict == PAYS and found.here.count("+2") == 3 and found.effects[""].low > 1
 
 
 def test_settings_are_told_and_reasons_given():
