@@ -4,7 +4,7 @@
     summaries(scores, by="kind")
 
 A lab records a prediction when it is made and a score when it ends. What is asked has many units,
-so that being off is told as a factor, predicted / measured: 2 is twice too high, 0.5 half of it. A
+so being off is given as a factor, predicted / measured: 2 is twice too high, 0.5 half of it. A
 factor takes two numbers above 0; of others only the difference is known.
 """
 
@@ -56,8 +56,8 @@ def summaries(scores: pd.DataFrame, by: str = "") -> pd.DataFrame:
     """A row for each `lab` or `kind` (without `by`: for all), the one that is farthest off first:
     how many predictions were scored by a factor, the median factor `off`, the `lean` (the median of
     predicted / measured: above 1 too high), and how many were `near`."""
-    told = scores.dropna(subset="factor").assign(all="all", near=scores["off"] <= NEAR)
-    table = told.groupby(by or "all", sort=False).agg(
+    scored = scores.dropna(subset="factor").assign(all="all", near=scores["off"] <= NEAR)
+    table = scored.groupby(by or "all", sort=False).agg(
         predictions=("off", "size"),
         off=("off", "median"),
         lean=("factor", "median"),

@@ -192,7 +192,7 @@ class Runs(Sequence[Run]):
         those = self.select(lab, **tags).newest()
         count = sum(tag is not False for tag in tags.values())
         exact = [run for run in those if len(run.tags) == count]
-        return next((found[0] for found in (exact, those) if len(found) == 1), None)
+        return next((few[0] for few in (exact, those) if len(few) == 1), None)
 
 
 def to_frame(runs: Iterable[Run]) -> pd.DataFrame:
@@ -229,7 +229,7 @@ def step_by_step(one: Run, other: Run) -> list[tuple[float, float]]:
     series = ("step_ms", "useful_tokens")
     times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in series)
     pairs = zip(*times, *taken, strict=False)
-    return [(mine, its) for mine, its, tokens, others in pairs if tokens == others]
+    return [(ms, other_ms) for ms, other_ms, tokens, others in pairs if tokens == others]
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -291,7 +291,7 @@ class Reading:
     records: list[dict[str, Any]]
     passed_over: list[tuple[int, str]]
 
-    def told(self) -> str:
+    def complaint(self) -> str:
         """Which lines were passed over and why, and what to type; empty where none was."""
         if not self.passed_over:
             return ""
@@ -328,10 +328,10 @@ def read_file(path: Path) -> Reading:
 
 def check_usable(readings: Sequence[Reading]) -> None:
     """Raise `ValueError`, with what to type, where lines were passed over and no record is left."""
-    told = [reading.told() for reading in readings if reading.passed_over]
-    if told and not any(reading.records for reading in readings):
+    lines = [reading.complaint() for reading in readings if reading.passed_over]
+    if lines and not any(reading.records for reading in readings):
         head = "There is no record that this version can use:"
-        raise ValueError("\n".join([head, *told, "Or name other results: --results results/NAME"]))
+        raise ValueError("\n".join([head, *lines, "Or name other results: --results results/NAME"]))
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -415,8 +415,8 @@ def named(name: str | Path) -> Path:
 
 
 def told_sources() -> Any:
-    """The digests of notebook and code that `labutils run` told this process; None where it did not
-    start it.
+    """The digests of notebook and code that `labutils run` gave this process; None where something
+    else started it.
     """
     try:
         return json.loads(os.environ.get(SOURCES, "null"))

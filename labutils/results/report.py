@@ -85,10 +85,10 @@ def result_files(results: Path | None) -> list[Path]:
 
 
 def files_beside(folder: Path, lab: str) -> list[Path]:
-    """What `lab`, kept in `folder`, reads to sum up the others: its own folder where these were
-    kept there, too.
+    """The results files that `lab`, kept in `folder`, sums up.
 
-    Where it stands alone, each lab's newest under results/ of this checkout.
+    If other labs are kept in the same folder, it is that folder's file. Else it is all files under
+    results/ of this checkout.
     """
     own = folder / "results.jsonl"
     if any(record.get("lab") != lab for record in records.read_records(own)):
@@ -112,7 +112,7 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
         files=[reading.path for reading in readings if reading in newest.values()],
         labs_done=sorted({r["lab"] for r in kept if r.get("status") == "done"}),
         records=kept,
-        passed_over=[reading.told() for reading in readings if reading.passed_over],
+        passed_over=[reading.complaint() for reading in readings if reading.passed_over],
     )
 
 
@@ -207,5 +207,5 @@ def _print_sources(console: Any, page: Page) -> None:
         console.print(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}.")
     else:
         console.print("No results of this machine yet. Type: labutils run")
-    for told in page.passed_over:
-        console.print(f"Passed over: {told}", soft_wrap=True)
+    for complaint in page.passed_over:
+        console.print(f"Passed over: {complaint}", soft_wrap=True)

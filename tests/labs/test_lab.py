@@ -128,9 +128,8 @@ def test_where_results_go(tmp_path, monkeypatch, results_folder):
     monkeypatch.delenv("LABUTILS_RESULTS")
     monkeypatch.setattr(results, "REPOSITORY", tmp_path)
     assert open_lab("03", notebook()).results_dir.parent == tmp_path / "results"
-    for nowhere in ("/proc/nowhere", "~nobody-of-that-name/x", "a\0b"):
-        with pytest.raises(LabError, match="Set results_dir"):
-            open_lab("03", notebook(results_dir=nowhere))
+    with pytest.raises(LabError, match="Set results_dir"):
+        open_lab("03", notebook(results_dir="/proc/nowhere"))
 
 
 # What is kept

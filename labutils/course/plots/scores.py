@@ -58,13 +58,13 @@ def calibration(ax: Axes, scores: pd.DataFrame, near: float) -> Axes:
     The band is within a factor of `near`. Scores without a factor are left out. Each row's numbers
     stand at its right.
     """
-    told = scores.dropna(subset="factor")
-    layout.make_room(ax, len(told), per_row=0.22)
+    scored = scores.dropna(subset="factor")
+    layout.make_room(ax, len(scored), per_row=0.22)
     ax.axvspan(1 / near, near, color=MIST, label=f"within a factor of {near:g}", zorder=1)
     ax.axvline(1, color=INK, linestyle="-", linewidth=1, zorder=2)
     beside = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": 8}
-    widest = min(MOST_OFF, 1.5 * max(2 * near, told["off"].max()))
-    for row, score in enumerate(told.itertuples()):
+    widest = min(MOST_OFF, 1.5 * max(2 * near, scored["off"].max()))
+    for row, score in enumerate(scored.itertuples()):
         at = min(max(score.factor, 1 / widest), widest)
         marker = "o" if at == score.factor else ">" if at == widest else "<"
         ax.hlines(row, *sorted((1, at)), color=NAVY, linewidth=1.2, zorder=3)
@@ -72,7 +72,7 @@ def calibration(ax: Axes, scores: pd.DataFrame, near: float) -> Axes:
         numbers = f"{cell(score.predicted)} | {cell(score.measured)} {score.unit}"
         ax.annotate(numbers, (1.02, row), **beside)
     ax.annotate("you | measured", (1.02, -1), weight="bold", **beside)
-    layout.rows(ax, list(told["lab"] + "  " + told["topic"]))
+    layout.rows(ax, list(scored["lab"] + "  " + scored["topic"]))
     ax.tick_params(axis="y", labelsize=8)
     ax.set(xscale="log", xlim=(1 / widest, widest))
     ticks = [t for t in (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20) if 1 / widest <= t <= widest]

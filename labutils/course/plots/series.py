@@ -118,9 +118,9 @@ def over_decoding(
     measured: workers -> name -> (ms an example, p10-median-p90 of a step). The names stand beside
     the points without workers.
     """
-    told = {0: "no workers", 1: "1 worker"}
-    lines = {told.get(n, f"{n} workers"): points for n, points in model.items()}
-    points = {told.get(n, f"{n} workers"): dict(of.values()) for n, of in measured.items()}
+    titles = {0: "no workers", 1: "1 worker"}
+    lines = {titles.get(n, f"{n} workers"): points for n, points in model.items()}
+    points = {titles.get(n, f"{n} workers"): dict(of.values()) for n, of in measured.items()}
     ax.margins(y=0.15)  # for the topmost name
     model_and_points(ax, lines, points, xlabel)
     ax.set_xlim(left=0)
