@@ -344,12 +344,12 @@ class Lab:
     def verdict(self, *claims: str) -> None:
         """Show published | H200 | here | verdict for the claim ids. It returns nothing: a notebook
         would print what its cell ends with."""
-        from labutils.results.judges import as_markdown, judge_all
+        from labutils.results.judges import judge_all
 
         judgements = judge_all(
             claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE)
         )
-        self.show(as_markdown(judgements))
+        self.show(tables.verdict_table(judgements))
 
     @contextlib.contextmanager
     def attempt(

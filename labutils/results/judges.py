@@ -399,16 +399,3 @@ def advice(claim: Claim, runs: Runs) -> Judgement:
 
 JUDGES = {judge.__name__: judge for judge in (compare, ratio, equals, fails, contains, predicts)}
 JUDGES |= {"range": in_range, "advice": advice}
-
-
-def as_markdown(judgements: Iterable[Judgement]) -> str:
-    """A table for a notebook: claim | published | H200 | here | verdict, with its reason."""
-    rows = [["claim", "published", "H200", "here", "verdict"], [":--"] * 5]
-    for j in judgements:
-        claim = f"**{j.claim.id}** {j.claim.statement}"
-        h200 = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
-        verdict = f"**{j.verdict}**" + f": {j.why}" * bool(j.why)
-        verdict += f" *{j.claim.note}*" * bool(j.claim.note)
-        rows.append([claim, j.published, h200, j.here or "–", verdict])
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

@@ -162,7 +162,13 @@ with lab.attempt("The link's picture", experiment="all-reduce"):
         if one_process(case)
     }
     fig, ax = plt.subplots()
-    plots.link(ax, link_run().samples, marks)
+    samples = link_run().samples
+    ax.plot(samples["bytes"], samples["bus_gb_per_s"], "o-", label="measured, median")
+    for (title, size), style in zip(marks.items(), (":", "--", "-.", (0, (1, 3))), strict=False):
+        ax.axvline(size, color=plots.GREY, linestyle=style, label=f"gradients of {title}")
+    ax.set(xscale="log", yscale="log", xlabel="bytes of the message")
+    ax.set_ylabel("bus bandwidth, GB/s")
+    ax.legend()
     plt.show()
 lab.runs_table([link_run()] if link_run() else [], link_table, experiment="all-reduce")
 

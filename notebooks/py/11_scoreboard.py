@@ -58,9 +58,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from labutils.course import plots, predictions
+from labutils.course.tables import verdict_table
 from labutils.labs import lab11_scoreboard
 from labutils.results import claims, report
-from labutils.results.judges import CONFIRMED, NOT_TESTABLE, REFUTED, as_markdown
+from labutils.results.judges import CONFIRMED, NOT_TESTABLE, REFUTED
 from labutils.results.records import REFERENCE, REPOSITORY, Run
 from labutils.tools import run
 
@@ -163,7 +164,7 @@ def show_claims(article: str, lab_number: str, verdict: str) -> None:
     lab.show(f"{len(found)} of {len(board)} claims")
     for key, source in claims.articles().items():
         if mine := [page.judgements[at] for at in found.index[found["article"] == key]]:
-            lab.show(f"**{key}: {source.subject}** ({source.gpu})\n\n" + as_markdown(mine))
+            lab.show(f"**{key}: {source.subject}** ({source.gpu})\n\n" + verdict_table(mine))
 
 
 choices = lab11_scoreboard.choices(board)

@@ -319,9 +319,10 @@ def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monke
 
 
 def test_a_verdict_is_shown(lab, capsys):
-    assert lab.verdict("A1.workers.three") is None, "a cell would print it"
-    said = capsys.readouterr().out
-    assert "A1.workers.three" in said and "not testable here" in said
+    assert lab.verdict("A1.workers.three", "A4.network.debug") is None, "a cell would print it"
+    one, other = capsys.readouterr().out.splitlines()[-2:]
+    assert "A1.workers.three" in one and "not testable here" in one and "**told**" in other
+    assert one.count(" | ") == other.count(" | ") == 4
 
 
 def test_choices_are_offered_where_somebody_can_choose(monkeypatch):

@@ -161,12 +161,6 @@ def test_a_picture_of_memory_keeps_the_peak_however_many_events(ax):
     assert {"forward", "backward"} <= set(texts(ax))
 
 
-def test_predicted_peaks_are_in_percent_of_the_measured_ones(ax):
-    plots.predicted_peaks(ax, {"a": (11.0, 10.0), "b": (0.009, 0.01)})
-    offs = [round(x, 6) for dots in ax.collections for x, _ in dots.get_offsets()]
-    assert offs == [10, -10] and {"10 GB", "10 MB"} <= set(texts(ax))
-
-
 def test_names_of_points_that_are_near_each_other_lie_apart(ax):
     points = {"resized": (1.7, (130, 138, 150)), "in memory": (1.2, (150, 168, 260))}
     points |= {"PNG": (60.0, (370, 412, 520))}

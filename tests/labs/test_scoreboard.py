@@ -91,11 +91,7 @@ def test_what_comes_next_is_said_with_what_to_type():
     nothing = judge_all(None, Runs(), Runs())
     first, second = steps(nothing, done=[], on_gpu=False)
     assert "`labutils run 03 04 06`" in first and "GPU" in second
-    noisy, surprise = steps(
-        [of("A1.workers.one", INCONCLUSIVE), of("A1.total.speedup", REFUTED, 98 / 290 * 2)]
-    )
-    assert "`labutils run 03 --force`" in noisy
-    assert "*A1.total.speedup* is 2 times off" in surprise
+    assert "`labutils run 03 --force`" in steps([of("A1.workers.one", INCONCLUSIVE)])[0]
     assert "Everything" in steps([of("A1.workers.one", CONFIRMED)])[0]
     assert "Everything" in steps([of("A1.workers.one", NOT_TESTABLE)])[0]
 

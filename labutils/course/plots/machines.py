@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import AMBER, GREY, INK, MIST, NAVY, PAPER, PURPLE, RUST, TEAL
+from labutils.course.plots.palette import AMBER, INK, MIST, NAVY, PAPER, RUST
 from labutils.course.tables import cell
 from labutils.results.records import Run, summarise
 
@@ -76,24 +76,6 @@ def roofline(
         axis.set_major_formatter("{x:g}")
     ax.set(xlabel="FLOP per byte of memory traffic", ylabel="TFLOP/s")
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return ax
-
-
-def link(ax: Axes, samples: Mapping[str, Sequence[float]], marks: Mapping[str, float]) -> Axes:
-    """Bus bandwidth of an all-reduce over the message's bytes; `marks`: name -> bytes."""
-    sizes = samples["bytes"]
-    look = {"color": NAVY, "label": "measured, median"}
-    ax.plot(sizes, samples["bus_gb_per_s"], "o-", zorder=3, **look)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    styles = zip(cycle((":", "--", "-.", (0, (1, 3)))), cycle((RUST, TEAL, PURPLE, GREY)))
-    for (name, size), (line, color) in zip(marks.items(), styles, strict=False):
-        ax.axvline(size, color=color, linestyle=line, label=name, zorder=2)
-    ax.set_xticks([2**10, 2**15, 2**20, 2**25, 2**30])
-    ax.set_xticklabels(["1 KiB", "32 KiB", "1 MiB", "32 MiB", "1 GiB"])
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(xlabel="bytes of the message", ylabel="bus bandwidth, GB/s")
-    layout.legend(ax)
     return ax
 
 

@@ -41,9 +41,8 @@ def stacked_memory(
     peak = max(range(count), key=totals.__getitem__)
     top = totals[peak] / scale
     ax.plot(peak, top, "v", color=RUST, markersize=8, zorder=4)
-    late = peak > 0.5 * count
-    side = {"ha": "right" if late else "left", "va": "bottom"}
-    layout.number(ax, f"peak {cell(top)} {unit}", peak, top, dots=-8 if late else 8, **side)
+    side = {"ha": "right", "dots": -8} if peak > 0.5 * count else {"ha": "left", "dots": 8}
+    layout.number(ax, f"peak {cell(top)} {unit}", peak, top, va="bottom", **side)
     shown = [(at, name) for at, name in phases if at < count]
     ends = [at for at, _ in shown[1:]] + [count]
     for (at, name), end in zip(shown, ends, strict=True):
