@@ -64,8 +64,8 @@ def check(exercise: str, answer: Any) -> str:
     within = known.get("within", 0.005)
     right = _plain(set(known["set"]) if "set" in known else known["right"])
     given = _plain(answer)
-    if isinstance(right, frozenset) and isinstance(given, tuple) and all(map(_is_plain, given)):
-        given = frozenset(given)
+    if isinstance(right, frozenset) and isinstance(given, tuple):
+        given = frozenset(part for part in given if isinstance(part, str | Real))
     if _form(given) != _form(right):
         return f"{start} not yet. {_form(right)} is asked for, for example {example}."
     if _alike(right, given, within):
@@ -91,17 +91,10 @@ def _plain(answer: Any) -> Any:
 
 def _form(answer: Any) -> str:
     """The form of a plain answer, in words."""
-    if isinstance(answer, frozenset):
-        return "A set" if all(map(_is_plain, answer)) else "A set of other things"
     if isinstance(answer, tuple):
-        return f"A tuple of {len(answer)} {'numbers' if all(map(_is_number, answer)) else 'things'}"
-    if isinstance(answer, str):
-        return "A word"
-    return "A number" if _is_number(answer) else "Something else"
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str) or _is_number(value)
+        return f"A tuple of {len(answer)}"
+    names = {frozenset: "A set", str: "A word"}
+    return names.get(type(answer), "A number" if _is_number(answer) else "Something else")
 
 
 def _is_number(value: Any) -> bool:
@@ -112,7 +105,7 @@ def _alike(right: Any, given: Any, within: float) -> bool:
     """Whether an answer of the same form is the right one, numbers but for `within` of it."""
     if isinstance(right, tuple):
         return all(_alike(*pair, within) for pair in zip(right, given, strict=True))
-    if not _is_number(right):
+    if not (_is_number(right) and _is_number(given)):
         return right == given
     # Compared and not subtracted: an integer of any size can be compared with a float.
     return right - within * abs(right) <= given <= right + within * abs(right)

@@ -11,12 +11,12 @@ reference runs instead.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import gc
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import time
@@ -33,7 +33,7 @@ from labutils.profiling.machine import default_device, machine_facts, meant_for,
 from labutils.recipe import Recipe, is_finite
 from labutils.results import records
 from labutils.results.records import Run
-from labutils.results.schema1 import Tag, tags_of
+from labutils.results.schema1 import Tag
 from labutils.workloads.lazy_imports import import_unseen
 
 _FOR_MACHINES = ("wall_ms", "build_s", "flops_per_step", "examples_per_s", "tflops")
@@ -64,9 +64,9 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
     """Check the notebook's parameters and open lab `number` ("03") with them.
 
     `namespace` is the notebook's `globals()`: its parameters are the annotated names of the
-    parameters cell. A cell that opens the lab once more, with the same parameters, gets the same
-    `lab`: its results and predictions go on. Raises `LabError` where a parameter has the wrong
-    type, an unknown choice or a name that the parameters cell does not declare.
+    parameters cell. A cell that runs again with the same parameters gets the same `lab` back, with
+    the results and predictions that it has. Raises `LabError` where a parameter has the wrong type,
+    an unknown choice or a name that the parameters cell does not declare.
     """
     _hush()
     import_unseen("torch")
@@ -98,8 +98,7 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
 def _parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
     """Name -> value of the annotated names in `namespace`, each checked against its annotation.
 
-    What is annotated as anything but a parameter's kind belongs to a later cell, which ran before
-    this one ran again.
+    A name with any other annotation belongs to a later cell that has already run.
     """
     notes = namespace.get("__annotations__", {}).items()
     kinds = {name: note if isinstance(note, str) else str(note) for name, note in notes}
@@ -119,15 +118,11 @@ def _injected(namespace: Mapping[str, Any]) -> set[str]:
     """Names that papermill assigned: it puts them in a cell of its own, and only warns where
     nothing declares them.
 
-    Of a cell that was changed and run again, what was run last counts.
+    It writes one parameter a line. Of a cell that was changed and run again, what was run last
+    counts.
     """
     cells = [cell for cell in namespace.get("In", []) if cell.startswith("# Parameters\n")]
-    try:
-        statements = ast.parse(cells[-1] if cells else "").body
-    except SyntaxError:  # then it assigned nothing
-        return set()
-    targets = [target for s in statements if isinstance(s, ast.Assign) for target in s.targets]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    return set(re.findall(r"^(\w+) =", cells[-1], re.MULTILINE)) if cells else set()
 
 
 class Lab:
@@ -190,11 +185,8 @@ class Lab:
         """Stamp `runs` with lab, machine, versions, commit and time, append them to results.jsonl,
         and return them.
 
-        A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane;
-        raises `LabError` where there is no such lane.
+        A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane.
         """
-        if lane is not None and lane not in records.LANES:
-            raise LabError(f"There is no lane {lane!r}. The lanes: {', '.join(records.LANES)}.")
         if isinstance(runs, Mapping):
             for name, run in runs.items():
                 run.run = run.run or name
@@ -207,8 +199,8 @@ class Lab:
 
     def _keep(self, run: Run, lane: str) -> None:
         run.lab, run.lane = self.number, lane
-        if not run.tags.keys() - {"again"}:  # a bridge, until every lab writes tags
-            run.tags = tags_of(run.lab, run.run.removesuffix(" again")) | run.tags
+        if not run.tags.keys() - {"again"}:  # a learner's own run
+            run.tags = {"experiment": run.run.removesuffix(" again")} | run.tags
         if not run.workload:  # not a training run, which knows what it ran on
             run.scale, run.weights, run.data = self.scale, self.weights, self.data
         run.machine, run.versions = self.machine, records.versions()
@@ -219,19 +211,20 @@ class Lab:
             self._measured.add(run.identity)
 
     def measured(self, name: str, recipe: Recipe | None, measure: Callable[[], Run]) -> Run:
-        """The run `name` of `recipe` (None: of none, or whichever `measure` takes), as an
-        interrupted lab left it in the results folder, or measured now and kept.
+        """The run `name`: the one that an interrupted start of this lab left in the results folder,
+        else measured now and kept.
 
-        What was left is taken only if it was made of the same (code, parameters, recipe, machine,
-        versions), and once: a cell that is run again measures again.
+        A run that was left is taken only if code, parameters, `recipe`, machine and versions are
+        the same, and only once: a cell that runs again measures again. `recipe` is None for a run
+        without a recipe, and where `measure` chooses it.
         """
         return self.measured_together({name: recipe}, lambda: {name: measure()})[name]
 
     def measured_together(
         self, recipes: Mapping[str, Recipe | None], measure: Callable[[], Mapping[str, Run]]
     ) -> dict[str, Run]:
-        """Name -> run, as `measured`, of recipes that are measured in one go: all are as they were
-        left, or none.
+        """Name -> run of recipes that are measured in one go: all of them are taken from an
+        interrupted start, see `measured`, or none.
         """
         left = self.take_left(recipes)
         if left.keys() == recipes.keys():
@@ -242,11 +235,10 @@ class Lab:
         return self.keep(runs)
 
     def take_left(self, recipes: Mapping[str, Recipe | None]) -> dict[str, Run]:
-        """Name -> run, as `measured`, of those of `recipes` that this lab's last start left here
-        when it did not get to its end; the others are left out.
+        """Name -> run of those `recipes` that an interrupted start of this lab left, see
+        `measured`.
 
-        Running out of memory is what was learnt of a recipe; of anything else it is a failure, and
-        tried again.
+        A recipe that ran out of memory counts as measured. Any other failure is tried again.
         """
         mine = [r for r in records.read_records(self._results.path) if r.get("lab") == self.number]
         ends = [place for place, record in enumerate(mine) if record.get("status") == "done"]
@@ -262,7 +254,7 @@ class Lab:
         return left
 
     def _is_left(self, run: Run) -> bool:
-        """Whether a run of an earlier start was made as one would be now."""
+        """Whether a run of an earlier start has a result, and would be made the same way now."""
         settled = run.ok or (run.status == "oom" and run.recipe)
         now = (_lasting(self.machine), records.versions(), self._made_of)
         alike = (_lasting(run.machine), run.versions, run.made_of) == now
@@ -291,8 +283,8 @@ class Lab:
         self.show(f"Kept: you predict {value:g} {unit} for *{topic}*.")
 
     def done(self, truths: Mapping[str, float | None] | None = None) -> None:
-        """Score the predictions against `truths` (topic -> measured value), and mark the lab as run
-        to its end.
+        """Score the predictions against `truths` (topic -> measured value), and mark the lab as
+        done.
         """
         rows = [("prediction", "you", "measured", "off by")]
         for topic, truth in (truths or {}).items():
@@ -352,12 +344,12 @@ class Lab:
     def verdict(self, *claims: str) -> None:
         """Show published | H200 | here | verdict for the claim ids. It returns nothing: a notebook
         would print what its cell ends with."""
-        from labutils.results.judges import as_markdown, judge_all
+        from labutils.results.judges import judge_all
 
         judgements = judge_all(
             claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE)
         )
-        self.show(as_markdown(judgements))
+        self.show(tables.verdict_table(judgements))
 
     @contextlib.contextmanager
     def attempt(
@@ -370,16 +362,14 @@ class Lab:
         and our H200's run is shown instead. `instead()` shows what the H200 did in a better way
         than as that run's numbers. Ctrl-C is no failure and passes through.
         """
-        failure: Exception | None = None
+        status = ""
         try:
             yield
         except Exception as error:
             _clear_frames(error)
-            failure = error
-        if failure is None:
+            status = records.status_of(error)
+        if not status:
             return
-        status = records.status_of(failure)
-        failure = None
         gc.collect()
         with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too
             cuda.empty_cache()
@@ -395,16 +385,16 @@ class Lab:
     # ------------------------------------------------------------------------------ what it shows
 
     def choose(self, draw: Callable[..., Any], choices: Mapping[str, Sequence[Any]]) -> bool:
-        """A drop-down list a name, a slider where its values are numbers, and `draw(name=what is
-        chosen, ...)` at every choice.
+        """Show a drop-down list for each name, or a slider if its values are numbers, and call
+        `draw(name=value, ...)` at every choice.
 
-        False, and nothing is drawn, where nobody is there to choose: in a batch run.
+        In a batch run nobody can choose: then nothing is drawn, and the result is False.
         """
         if not _in_kernel() or self._in_batch:
             return False
         from ipywidgets import Dropdown, SelectionSlider, interact
 
-        def redraw(**chosen: Any) -> None:  # whatever `draw` returns is not displayed once more
+        def redraw(**chosen: Any) -> None:  # else the result of `draw` would be displayed, too
             draw(**chosen)
 
         widgets = {}
@@ -415,11 +405,10 @@ class Lab:
         return True
 
     def table(self, *rows: Any, otherwise: str = "") -> None:
-        """Show `rows` of words and numbers, the first as head, or a pandas DataFrame; `otherwise`
-        where they say nothing.
+        """Show a table of `rows`, of which the first is the head, or of a pandas DataFrame.
 
-        A row's first cell names it. `None` means that a value does not apply here; rows and columns
-        of nothing else are left out.
+        A row's first cell names it. `None` means that a value does not apply here. Rows and columns
+        that hold nothing but None are left out. Where no row is left, `otherwise` is shown.
         """
         if text := tables.as_table(*rows) or otherwise:
             self.show(text)
@@ -436,8 +425,8 @@ class Lab:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Clear the local variables of the calls that `error` came out of: they hold the tensors that
-    filled the memory.
+    """Clear the local variables of the calls that raised `error`: they hold the tensors that filled
+    the memory.
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -469,7 +458,7 @@ def _as_markdown(run: Run | None, name: str) -> str:
 
 
 def _notebook(number: str) -> str:
-    """The notebook that is at work: as Jupyter names it, else the lab's own; "" where none is."""
+    """File name of the running notebook, as Jupyter tells it, else of the lab's; "" for none."""
     if path := os.environ.get("JPY_SESSION_NAME"):
         return Path(path).name
     files = sorted((records.REPOSITORY / "notebooks").glob(f"{number}_*.ipynb"))
@@ -477,21 +466,19 @@ def _notebook(number: str) -> str:
 
 
 def _lasting(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a machine's facts is the same each time one looks: some virtual machines are given
-    their memory only as it is used."""
+    """The facts of a machine that never change. Its memory does: some virtual machines get more
+    while they use it."""
     return {name: value for name, value in machine.items() if name != "ram_gb"}
 
 
 def _is_of(run: Run, recipe: Recipe | None) -> bool:
-    """Whether a run was made of `recipe`, as fitted to a GPU or to a CPU; of None any run is."""
+    """Whether a run was made of `recipe`, fitted to a GPU or to a CPU. None fits any run."""
     fitted = [recipe.fitted_to(device).as_dict() for device in ("cuda", "cpu") if recipe]
     return recipe is None or run.recipe in fitted
 
 
 def _short(path: Path) -> str:
-    """A path as a person would type it from the checkout; in full where it, or where we are, is
-    outside of that.
-    """
+    """A path relative to the checkout, in full where the path or this process is outside of it."""
     with contextlib.suppress(FileNotFoundError, ValueError):  # we are in a folder that was deleted
         Path.cwd().relative_to(records.REPOSITORY)
         return str(path.relative_to(records.REPOSITORY))

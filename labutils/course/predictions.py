@@ -4,22 +4,19 @@
     summaries(scores, by="kind")
 
 A lab records a prediction when it is made and a score when it ends. What is asked has many units,
-so that being off is told as a factor, predicted / measured: 2 is twice too high, 0.5 half of it. A
+so being off is given as a factor, predicted / measured: 2 is twice too high, 0.5 half of it. A
 factor takes two numbers above 0; of others only the difference is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from labutils.recipe import is_number
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 NEAR = 2.0
 """Within this factor a prediction counts as near."""
@@ -27,43 +24,15 @@ KINDS = {"x": "factors", "%": "shares and changes", "ms": "times", "us": "times"
 """What is asked for, by its unit; all else are counts and sizes."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """One prediction and what was measured, in `unit`; `measured` is None where the lab has not
-    ended, or couldn't.
+def scores_of(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """A row for each topic of each lab: the last prediction, with what was measured after it.
+
+    Columns: lab, topic, unit, predicted, measured (NaN where the lab has not ended, or couldn't),
+    the `kind` of what was asked, the `factor` predicted / measured (NaN where one isn't above 0),
+    and `off`, the factor by which it is off, whichever way: 1 or more. Records that hold no numbers
+    are passed over: files are edited by hand, too.
     """
-
-    lab: str
-    topic: str
-    unit: str
-    predicted: float
-    measured: float | None
-
-    @property
-    def kind(self) -> str:
-        """What was asked for: "factors", "shares and changes", "times", "counts and sizes"."""
-        return KINDS.get(self.unit, "counts and sizes")
-
-    @property
-    def factor(self) -> float | None:
-        """Predicted / measured, None where one isn't above 0 or there is nothing measured."""
-        if self.measured is None or self.predicted <= 0 or self.measured <= 0:
-            return None
-        return self.predicted / self.measured
-
-    @property
-    def off(self) -> float | None:
-        """The factor by which it is off, whichever way: 1 or more."""
-        return None if self.factor is None else max(self.factor, 1 / self.factor)
-
-
-def scores_of(records: Iterable[Mapping[str, Any]]) -> list[Score]:
-    """One score for each topic of each lab: of the last prediction, with what was measured after
-    it.
-
-    Records that hold no numbers are passed over: files are edited by hand, too.
-    """
-    scores: dict[tuple[str, str], Score] = {}
+    scores: dict[tuple[str, str], tuple[str, float, float]] = {}
     for record in records:
         lab, topic, unit = (record.get(name) for name in ("lab", "topic", "unit"))
         status, value, measured = (record.get(name) for name in ("status", "value", "measured"))
@@ -71,34 +40,28 @@ def scores_of(records: Iterable[Mapping[str, Any]]) -> list[Score]:
             continue
         if status == "prediction":
             scores.pop((lab, topic), None)  # so that it takes its place at the end
-            scores[lab, topic] = Score(lab, topic, unit, float(value), None)
+            scores[lab, topic] = (unit, float(value), np.nan)
         elif status == "score" and is_number(measured):
-            scores[lab, topic] = Score(lab, topic, unit, float(value), float(measured))
-    return sorted(scores.values(), key=lambda score: score.lab)
+            scores[lab, topic] = (unit, float(value), float(measured))
+    rows = [(*asked, *score) for asked, score in scores.items()]
+    frame = pd.DataFrame(rows, columns=["lab", "topic", "unit", "predicted", "measured"])
+    above_0 = (frame["predicted"] > 0) & (frame["measured"] > 0)
+    frame["kind"] = frame["unit"].map(KINDS).fillna("counts and sizes")
+    frame["factor"] = (frame["predicted"] / frame["measured"]).where(above_0)
+    frame["off"] = np.maximum(frame["factor"], 1 / frame["factor"])
+    return frame.sort_values("lab", kind="stable", ignore_index=True)
 
 
-def summaries(scores: Sequence[Score], by: str = "") -> pd.DataFrame:
+def summaries(scores: pd.DataFrame, by: str = "") -> pd.DataFrame:
     """A row for each `lab` or `kind` (without `by`: for all), the one that is farthest off first:
     how many predictions were scored by a factor, the median factor `off`, the `lean` (the median of
     predicted / measured: above 1 too high), and how many were `near`."""
-    import pandas as pd
-
-    told = [score for score in scores if score.factor is not None]
-    frame = pd.DataFrame(
-        {
-            by or "of": [getattr(score, by) if by else "all" for score in told],
-            "factor": np.log([score.factor for score in told]),
-            "off": [score.off for score in told],
-        }
-    )
-    grouped = frame.groupby(by or "of", sort=False)
-    table = pd.DataFrame(
-        {
-            "predictions": grouped.size(),
-            "off": grouped["off"].median(),
-            "lean": np.exp(grouped["factor"].median()),
-            "near": grouped["off"].agg(lambda off: int((off <= NEAR).sum())),
-        }
+    scored = scores.dropna(subset="factor").assign(all="all", near=scores["off"] <= NEAR)
+    table = scored.groupby(by or "all", sort=False).agg(
+        predictions=("off", "size"),
+        off=("off", "median"),
+        lean=("factor", "median"),
+        near=("near", "sum"),
     )
     return table.sort_values("off", ascending=False, kind="stable").reset_index()
 

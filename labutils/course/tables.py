@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from labutils.results.judges import Judgement
 from labutils.results.records import Run, to_frame
 
 if TYPE_CHECKING:
@@ -45,6 +46,18 @@ def columns_of(
     if callable(columns):
         return columns(runs) if runs else frame
     return frame.reindex(columns=list(columns)).rename(columns=columns)
+
+
+def verdict_table(judgements: Iterable[Judgement]) -> str:
+    """claim | published | H200 | here | verdict, with its reason."""
+    rows = []
+    for j in judgements:
+        h200 = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
+        verdict = f"**{j.verdict}**" + f": {j.why}" * bool(j.why)
+        verdict += f" *{j.claim.note}*" * bool(j.claim.note)
+        claim = f"**{j.claim.id}** {j.claim.statement}"
+        rows.append((claim, j.published, h200, j.here or "–", verdict))
+    return as_table(("claim", "published", "H200", "here", "verdict"), *rows)
 
 
 def cell(value: Any) -> str:

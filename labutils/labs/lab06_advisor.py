@@ -22,7 +22,7 @@ from itertools import product
 import pandas as pd
 
 from labutils.recipe import is_number
-from labutils.results.judges.effects import break_even
+from labutils.results.effects import break_even
 from labutils.results.records import Run, Runs, to_frame
 
 LAB, BASELINE = "06", "bf16"

@@ -33,7 +33,7 @@ from labutils.layers.quantization.convert import convert_base, forget_scales, fr
 from labutils.profiling import cuda
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Recipe, Unavailable
-from labutils.results.judges.effects import paid_after
+from labutils.results.effects import paid_after
 from labutils.results.records import Run, status_of, summarise, to_frame
 from labutils.training import Benchmark, Trainer, train
 from labutils.training.batches import Batch, on_device

@@ -23,7 +23,7 @@ from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.recipe import Recipe
-from labutils.results.judges.effects import time_effect
+from labutils.results.effects import time_effect
 from labutils.results.records import Run, summarise
 from labutils.training.child_process import MESSAGE, Child
 from labutils.training.step import AUTOCAST, build_optimizer

@@ -20,7 +20,7 @@ from labutils.labs.ladders import A3_BASE
 from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import SAY_ALL, SIZES, Link, read_nccl_log, read_topology
 from labutils.recipe import STOCK, Recipe, Unavailable
-from labutils.results.judges.effects import time_effect
+from labutils.results.effects import time_effect
 from labutils.results.records import Run, Runs, summarise
 from labutils.training.launch_worker import Task
 from labutils.training.launcher import Ended, launch

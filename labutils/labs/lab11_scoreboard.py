@@ -16,7 +16,6 @@ from labutils.results.claims import Claim
 from labutils.results.judges import (
     INCONCLUSIVE,
     NOT_TESTABLE,
-    REFUTED,
     VERDICTS,
     Judgement,
 )
@@ -116,9 +115,7 @@ def _machines(runs: Iterable[Run]) -> str:
 def next_steps(
     board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str], on_gpu: bool
 ) -> list[str]:
-    """What to do next, in sentences with commands: labs to run, noise to get rid of, the largest
-    surprise to study.
-    """
+    """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
     steps = []
     if missing := [number for number in titles if number not in done]:
         steps.append(
@@ -135,13 +132,6 @@ def next_steps(
     if about_a_gpu.any() and not on_gpu:
         steps.append(
             f"{about_a_gpu.sum()} about a GPU: `make course` tests them where there is one."
-        )
-    refuted = board[board["verdict"] == REFUTED].dropna(subset="off_by")
-    for _, row in refuted.nlargest(1, "off_by").iterrows():
-        steps.append(
-            f"Find out why *{row['id']}* is {row['off_by']:.3g} times off here (published "
-            f"{row['published']}, here {row['here']}): lab {row['lab']}, section "
-            f"*{row['section']}* of the article."
         )
     return steps or ["Everything is tested here. Change a recipe, and predict what it does."]
 

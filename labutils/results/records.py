@@ -43,9 +43,7 @@ PACKAGES = (
 """The packages whose versions stand in every record, as far as they are installed."""
 
 SOURCES = "LABUTILS_SOURCES"
-"""What `labutils run` tells a lab's kernel: how many other labs may run at once, and digests of
-what it is made of.
-"""
+"""The variable in which `labutils run` tells a lab's kernel digests of what it is made of."""
 
 OUT_OF_MEMORY = (
     "out of memory",
@@ -196,7 +194,7 @@ class Runs(Sequence[Run]):
         those = self.select(lab, **tags).newest()
         count = sum(tag is not False for tag in tags.values())
         exact = [run for run in those if len(run.tags) == count]
-        return next((found[0] for found in (exact, those) if len(found) == 1), None)
+        return next((few[0] for few in (exact, those) if len(few) == 1), None)
 
 
 def to_frame(runs: Iterable[Run]) -> pd.DataFrame:
@@ -233,7 +231,7 @@ def step_by_step(one: Run, other: Run) -> list[tuple[float, float]]:
     series = ("step_ms", "useful_tokens")
     times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in series)
     pairs = zip(*times, *taken, strict=False)
-    return [(mine, its) for mine, its, tokens, others in pairs if tokens == others]
+    return [(ms, other_ms) for ms, other_ms, tokens, others in pairs if tokens == others]
 
 
 # ---------------------------------------------------------------------------------------- writing
@@ -287,16 +285,15 @@ def _is_cut_off(file: IO[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a results.jsonl: its sound `records`, (line, what is wrong with it) of all
-    others, and how many were `migrated` from schema 1. The file itself is left as it is.
+    """What was read of a results.jsonl: its sound `records`, and (line, what is wrong with it) of
+    all others. The file itself is left as it is.
     """
 
     path: Path
     records: list[dict[str, Any]]
     passed_over: list[tuple[int, str]]
-    migrated: int = 0
 
-    def told(self) -> str:
+    def complaint(self) -> str:
         """Which lines were passed over and why, and what to type; empty where none was."""
         if not self.passed_over:
             return ""
@@ -321,23 +318,22 @@ def read_file(path: Path) -> Reading:
             f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
             "you may read, as in: --results results/NAME"
         ) from None
-    records, passed_over, migrated = [], [], 0
+    records, passed_over = [], []
     for number, line in enumerate(lines, 1):
         read = _record_of(line) if line.strip() else None
         if isinstance(read, dict):
-            migrated += read.get("schema") == 1
             records.append(read | {"schema": SCHEMA})
         elif read:
             passed_over.append((number, read))
-    return Reading(path, records, passed_over, migrated)
+    return Reading(path, records, passed_over)
 
 
 def check_usable(readings: Sequence[Reading]) -> None:
     """Raise `ValueError`, with what to type, where lines were passed over and no record is left."""
-    told = [reading.told() for reading in readings if reading.passed_over]
-    if told and not any(reading.records for reading in readings):
+    lines = [reading.complaint() for reading in readings if reading.passed_over]
+    if lines and not any(reading.records for reading in readings):
         head = "There is no record that this version can use:"
-        raise ValueError("\n".join([head, *told, "Or name other results: --results results/NAME"]))
+        raise ValueError("\n".join([head, *lines, "Or name other results: --results results/NAME"]))
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
@@ -387,14 +383,12 @@ def _record_of(line: str) -> dict[str, Any] | str:
 
 def _unsound(record: Mapping[str, Any]) -> str:
     """What is wrong with a record's parts, empty where nothing is: hands edit files, too."""
-    if not isinstance(record.get("lab"), str):
-        return "names no lab"
-    for key in ("run", "lane", "status", "scale"):
-        if not isinstance(record.get(key, ""), str):
-            return f"has a {key} that is no text"
+    for key in ("lab", "run", "lane", "status", "scale"):
+        if not isinstance(record.get(key, None if key == "lab" else ""), str):
+            return f"has no text as its {key}"
     for key in ("recipe", "metrics", "samples", "machine", "tags"):
         if not isinstance(record.get(key, {}), dict):
-            return f"has {key} that {'is' if key in ('recipe', 'machine') else 'are'} no object"
+            return f"has no object as its {key}"
     if not all(isinstance(tag, str | int | float) for tag in record.get("tags", {}).values()):
         return "has a tag that is neither text nor number"
     return ""
@@ -423,8 +417,8 @@ def named(name: str | Path) -> Path:
 
 
 def told_sources() -> Any:
-    """The digests of notebook and code that `labutils run` told this process; None where it did not
-    start it.
+    """The digests of notebook and code that `labutils run` gave this process; None where something
+    else started it.
     """
     try:
         return json.loads(os.environ.get(SOURCES, "null"))

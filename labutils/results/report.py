@@ -1,5 +1,4 @@
-"""`labutils report`: every claim with published | reference | here | verdict, and the ladder of lab
-04.
+"""`labutils report`: every claim with published | reference | here | verdict.
 
 It works with whatever results there are: none, a run killed while writing, the records of labs it
 doesn't know.
@@ -11,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from labutils.results import claims as articles
 from labutils.results import judges, records
 from labutils.results.judges import Judgement
-from labutils.results.records import LANES, REFERENCE, REPOSITORY, Run, Runs
+from labutils.results.records import REFERENCE, REPOSITORY, Runs
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LADDER_LAB = "04"
 WIDTH = 100
 """Columns of the page where there is no terminal to ask."""
 
@@ -41,7 +39,6 @@ class Page:
     labs_done: list[str]
     records: list[dict[str, Any]] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
-    migrated: int = 0
 
 
 def main(results: Path | None, as_json: bool) -> int:
@@ -88,10 +85,10 @@ def result_files(results: Path | None) -> list[Path]:
 
 
 def files_beside(folder: Path, lab: str) -> list[Path]:
-    """What `lab`, kept in `folder`, reads to sum up the others: its own folder where these were
-    kept there, too.
+    """The results files that `lab`, kept in `folder`, sums up.
 
-    Where it stands alone, each lab's newest under results/ of this checkout.
+    If other labs are kept in the same folder, it is that folder's file. Else it is all files under
+    results/ of this checkout.
     """
     own = folder / "results.jsonl"
     if any(record.get("lab") != lab for record in records.read_records(own)):
@@ -115,53 +112,8 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
         files=[reading.path for reading in readings if reading in newest.values()],
         labs_done=sorted({r["lab"] for r in kept if r.get("status") == "done"}),
         records=kept,
-        passed_over=[reading.told() for reading in readings if reading.passed_over],
-        migrated=sum(reading.migrated for reading in readings),
+        passed_over=[reading.complaint() for reading in readings if reading.passed_over],
     )
-
-
-def ladder(runs: Runs) -> pd.DataFrame:
-    """The rungs that lab 04 climbed, lane by lane in the order in which they were run: rung, lane,
-    step_ms, p10, p90, speedup (over the rung "stock"), gpu_busy, floor_ms. What a run didn't record
-    is missing.
-
-    Failed runs are left out, and those whose optimizer step takes another number of examples than
-    the stock one's.
-    """
-    import pandas as pd
-
-    climbed = runs.select(LADDER_LAB, experiment="ladder").newest()
-    rows = [_rung(run) for run in climbed if run.ok and run.lane in LANES]
-    frame = pd.DataFrame(rows, columns=["rung", "lane", *NUMBERS, "examples"])
-    numbers = frame[[*NUMBERS, "examples"]].apply(pd.to_numeric, errors="coerce")
-    frame[numbers.columns] = numbers.replace(float("inf"), float("nan"))
-    frame = frame[frame["step_ms"] > 0]
-    frame = frame.sort_values("lane", key=lambda lane: lane.map(LANES.index), kind="stable")
-    stock = frame[frame["rung"] == "stock"]
-    if len(stock):
-        frame = frame[frame["examples"].isin(stock["examples"])]
-        frame["speedup"] = stock["step_ms"].iloc[0] / frame["step_ms"]
-    return frame.drop(columns="examples")
-
-
-NUMBERS = ["step_ms", "p10", "p90", "speedup", "gpu_busy", "floor_ms"]
-
-
-def _rung(run: Run) -> dict[str, Any]:
-    """A row of the ladder, as far as it is on record: a results file may hold anything."""
-    step = run.metrics.get("step_ms")
-    summary = step if isinstance(step, Mapping) else {}
-    examples = [run.recipe.get(name, 1) for name in ("micro_batch", "accumulation")]
-    return {
-        "rung": run.tags.get("rung"),
-        "lane": run.lane,
-        "step_ms": run.metric("step_ms"),
-        "p10": summary.get("p10"),
-        "p90": summary.get("p90"),
-        "gpu_busy": run.metric("gpu_busy"),
-        "floor_ms": run.metric("floor_ms"),
-        "examples": examples[0] * examples[1] if all(type(x) is int for x in examples) else None,
-    }
 
 
 # -------------------------------------------------------------------------------------- machines
@@ -169,11 +121,7 @@ def _rung(run: Run) -> dict[str, Any]:
 
 def as_data(page: Page) -> dict[str, Any]:
     """The report for machines: plain JSON data. A value that isn't there is null."""
-    tables = {
-        "claims": claims_table(page.judgements),
-        "ladder": ladder(page.here),
-        "reference_ladder": ladder(page.reference),
-    }
+    table = claims_table(page.judgements)
     return {
         "schema": 1,
         "results": [str(path) for path in page.files],
@@ -181,9 +129,7 @@ def as_data(page: Page) -> dict[str, Any]:
         "labs_done": page.labs_done,
         "verdicts": dict(Counter(j.verdict for j in page.judgements)),
         "reference_verdicts": dict(Counter(j.reference_verdict for j in page.judgements)),
-    } | {
-        name: table.astype(object).where(table.notna(), None).to_dict("records")
-        for name, table in tables.items()
+        "claims": table.where(table.notna(), None).to_dict("records"),
     }
 
 
@@ -233,10 +179,6 @@ def show(page: Page) -> None:
         ]
         head = ("claim, and why the verdict", "published", machine, "here", "verdict here")
         _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
-    theirs = ladder(page.reference)
-    _print_ladder(console, "The ladder on the reference machine", theirs, page.reference)
-    if not theirs.equals(here := ladder(page.here)):  # one is enough of the reference itself
-        _print_ladder(console, "The ladder here", here, page.here)
     _print_sources(console, page)
 
 
@@ -253,22 +195,6 @@ def _print_table(console: Any, title: str, head: Sequence[str], rows: Iterable[S
     console.print(table)
 
 
-def _print_ladder(console: Any, title: str, rungs: pd.DataFrame, runs: Runs) -> None:
-    if rungs.empty:
-        return
-    run = runs.select(LADDER_LAB)[0]
-    machine = run.machine.get("gpu") or run.machine.get("cpu") or "unknown machine"
-    shown = rungs.assign(gpu_busy=100 * rungs["gpu_busy"])
-    shown.columns = ["rung", "lane", "median ms", "p10", "p90", "over stock", "GPU busy %", "floor"]
-    console.print(f"{title} ({machine}, scale {run.scale}): one optimizer step", style="bold")
-    text = shown.to_string(index=False, na_rep="–", float_format="{:,.1f}".format)
-    console.print(text, soft_wrap=True)
-    console.print(
-        "Compare within a lane: 'same mathematics' computes less, for gradients of the same "
-        "distribution.\n"
-    )
-
-
 def _print_sources(console: Any, page: Page) -> None:
     for name, side in (("Here", "verdict"), ("Reference", "reference_verdict")):
         for how, predicted in (("measured", False), ("predicted, not measured", True)):
@@ -281,7 +207,5 @@ def _print_sources(console: Any, page: Page) -> None:
         console.print(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}.")
     else:
         console.print("No results of this machine yet. Type: labutils run")
-    if page.migrated:
-        console.print(f"{page.migrated} records of schema 1: their tags come from their names.")
-    for told in page.passed_over:
-        console.print(f"Passed over: {told}", soft_wrap=True)
+    for complaint in page.passed_over:
+        console.print(f"Passed over: {complaint}", soft_wrap=True)

@@ -58,6 +58,7 @@ from pathlib import Path
 from statistics import median
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 from torch import nn
 
@@ -289,7 +290,9 @@ for name, (_, _, rank) in MODELS.items():
     both = counts[f"{name}_total"], counts[f"{name}_lora_r{rank}"]
     pairs[f"{NAMES[name]}, r = {rank}"] = dict(zip(("all weights", "LoRA"), both, strict=True))
 figure, ax = plt.subplots()
-plots.magnitudes(ax, pairs, "parameters")
+pd.DataFrame(pairs).T.plot.barh(ax=ax, logx=True, color=[plots.NAVY, plots.AMBER])
+ax.invert_yaxis()
+ax.set_xlabel("parameters (each mark of the axis is a factor of ten)")
 plt.show()
 shares = [
     (name, *both.values(), f"{both['LoRA'] / both['all weights']:.3%}")
@@ -478,7 +481,8 @@ for size, (n, width) in sizes.items():
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(7.2, 3.4))
 for ax, (size, (n, width)) in zip(axes, sizes.items(), strict=True):
-    plots.grouped(ax, times[size], ((plots.MIST, ""), (plots.NAVY, ""), (plots.AMBER, "///")))
+    fills = ((plots.MIST, ""), (plots.NAVY, ""), (plots.AMBER, "///"))
+    plots.grouped(ax, times[size], "ms (median, p10-p90)", fills)
     ax.set_title(f"{size}\n{n} rows, width {width}")
 figure.legend(
     *axes[0].get_legend_handles_labels(), title=f"r = {r}", loc="outside lower center", ncols=3
@@ -652,6 +656,7 @@ lab.keep(
     Run(
         "01",
         "merge",
+        tags={"experiment": "merge"},
         metrics=metrics | {k: summarise(t) for k, t in samples.items()},
         samples=samples,
     )

@@ -467,7 +467,7 @@ def show_reference(ahead: bool) -> None:
 three = STOCK.but(num_workers=3)
 no_copy = "a CPU trains on the memory that the data is in, so there is no copy; our H200's four runs follow"
 last = {"experiment": "copies", "memory": "pinned", "copy": "async"}
-with lab.attempt("Pinned memory in the stock loop", last, lambda: show_reference(False)):
+with lab.attempt("Pinned memory in the stock loop", lambda: show_reference(False), **last):
     if lab.device == "cpu":
         raise Unavailable(no_copy)
     stock_loop = two_by_two(workload, three, steps, rounds)
@@ -486,7 +486,7 @@ lab.verdict("A1.pin.needs-both", "A1.pin.step-needs-both");
 # %%
 ahead = three.but(driver="eager", optimizer="adamw-fused", logging="ring-buffer")
 last |= {"ahead": True}
-with lab.attempt("Pinned memory in a loop that runs ahead", last, lambda: show_reference(True)):
+with lab.attempt("Pinned memory in a loop that runs ahead", lambda: show_reference(True), **last):
     if lab.device == "cpu":
         raise Unavailable(no_copy)
     free_loop = two_by_two(workload, ahead, steps, rounds, ahead=True)

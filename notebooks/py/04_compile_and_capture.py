@@ -66,7 +66,7 @@ from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.profiling.compat import ask_cpp_compiler
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Unavailable
-from labutils.results.judges.effects import paid_after
+from labutils.results.effects import paid_after
 from labutils.results.records import Run
 from labutils.training import Benchmark, try_isolated
 
@@ -283,7 +283,7 @@ def show_reference() -> None:
 
 # %%
 with lab.attempt(
-    "CUDA graphs inside torch.compile", mode_tags["reduce-overhead"], instead=show_reference
+    "CUDA graphs inside torch.compile", show_reference, **mode_tags["reduce-overhead"]
 ):
     if not on_gpu:
         for name in graph_modes:

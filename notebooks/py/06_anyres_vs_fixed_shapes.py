@@ -92,7 +92,7 @@ from labutils.layers.quantization.convert import convert_base, forward_context
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.profiling.machine import usable_cores
 from labutils.profiling.probe import measured_roofline
-from labutils.results.judges.effects import paid_after
+from labutils.results.effects import paid_after
 from labutils.results.records import REFERENCE, Run, read_runs, to_frame
 from labutils.training import train
 from labutils.training.model_edits import prepared_for_kbit
@@ -542,12 +542,14 @@ compilers, by_step = {}, {}
 for name, (images, recipe, dynamic, tags) in cases.items():
     run, compilers[name] = lab06_anyres.recompilations(images, recipe, count, dynamic)
     run.run, run.tags = f"recompiles {name}", {"experiment": "recompilation"} | tags
-    by_step[name] = run.samples["recompilations"]
+    by_step[name] = dict(enumerate(run.samples["recompilations"], 1))
     lab.keep(run)
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 3.2))
-plots.counts(ax, by_step, "step", "recompilations")
+plots.grouped(ax, by_step, "recompilations")
+ax.set_xlabel("step")
+ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 ax.set_title("Code compiled anew, step by step", pad=42)
 plt.show()
 rows = []
@@ -1004,7 +1006,7 @@ lab.done(
         "tokens of a 500 x 500 image": counts["tokens_500x500"],
         "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(of("bf16"), of("qlora")),
         "break-even of torch.compile at batch 1": paid_after(of("bf16"), of("compile")),
-        "recompilations on 500 x 500 images": sum(by_step["uniform"]),
+        "recompilations on 500 x 500 images": sum(by_step["uniform"].values()),
         "spread of the loss over seeds": band[1] - band[0],
         "useful tokens a second, against the plain loop": targets.get("useful_speedup"),
     }

@@ -86,7 +86,7 @@ from labutils.layers.quantization.fp8_math import relative_error
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
-from labutils.results.judges.effects import paid_after
+from labutils.results.effects import paid_after
 from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
 
@@ -515,7 +515,7 @@ columns = {
 lab.runs_table(runs.values(), columns, experiment="methods")
 
 # %%
-fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2))
+fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), sharey=True)
 seconds = {
     f"{length} texts": lab07_qlora.over_examples(logs, length, "elapsed_time_sec")
     for length in texts
@@ -541,7 +541,7 @@ columns = {
 with lab.attempt("Memory over time", experiment="methods", method="qlora", texts="long"):
     if not on_gpu:
         raise Unavailable("there is no GPU, whose memory the log would hold")
-    fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2))
+    fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2), sharey=True)
     over = {
         title: lab07_qlora.over_examples(logs, "long", column) for column, title in columns.items()
     }
@@ -628,7 +628,7 @@ measured = [
     lab07_qlora.method("qlora", "long"),
 ]
 for chosen in measured:
-    with lab.attempt(f"memory of {chosen.name}"):
+    with lab.attempt(f"memory of {chosen.name}", experiment="memory", **chosen.tags):
         tried = room if chosen.name in ("lora long", "qlora long") else None
         batches = (1, 4) if on_gpu else (1, 2)
         measure = partial(lab07_qlora.memory_line, texts, chosen, batches, tried)

@@ -259,9 +259,8 @@ def study(model: str, way: str, delayed: bool = False) -> None:
     """Predict and measure one way to train a model; what fails says why, and the H200's run is shown."""
     first, one_by_one, *_ = recipes = lab08_launch_bound.variants(model)
     tags = {"model": model} | ({} if way == first else {"variant": way})
-    name = f"{model} long" + ("" if way == first else f", {way}")
     in_tables = lambda: lab.show("Our H200's run of it stands in the tables below.")
-    with lab.attempt(f"{model}, {way}", name, in_tables):
+    with lab.attempt(f"{model}, {way}", in_tables, experiment="steps", texts="long", **tags):
         captured = way in ("captured", "compiled")
         if captured and not (on_gpu and launch_us):
             raise Unavailable(
@@ -509,7 +508,7 @@ with lab.attempt("When the Blackwell card wins", experiment="flip"):
 # too few FLOPs a byte), everything else by bandwidth.
 
 # %%
-with lab.attempt("Four cards", "four cards"):
+with lab.attempt("Four cards", experiment="four cards"):
     if not (on_gpu and sheet):
         raise Unavailable(
             "kernels are scaled from one card to another, and this machine has no GPU with a data sheet"

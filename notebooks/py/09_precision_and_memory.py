@@ -59,11 +59,12 @@ from labutils.course.lab import open_lab
 lab = open_lab("09", globals())
 
 # %%
+import math
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -84,7 +85,7 @@ from labutils.profiling.machine import usable_cores
 from labutils.profiling.memory_model import BatchLine
 from labutils.recipe import STOCK, Recipe, Unavailable
 from labutils.results import claims
-from labutils.results.judges.effects import time_effect
+from labutils.results.effects import time_effect
 from labutils.results.records import Run, summarise, to_frame
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark, try_isolated
@@ -285,13 +286,13 @@ with lab.attempt("One batch in each form", experiment="numbers", precision="bf16
         "numbers: ", lab09_toggles.FORMS, partial(lab09_toggles.numerical_effects, ready)
     )
     fig, ax = plt.subplots()
-    shown = {"gradient": "gradient_error", "loss": "loss_error"}
-    off = {
-        name: {what: run.metrics[metric] for what, metric in shown.items()}
-        for name, run in numbers.items()
-        if run.ok and run.metrics["gradient_error"] > 0
-    }
-    plots.errors(ax, off)
+    off = {name: run for name, run in numbers.items() if run.metric("gradient_error")}
+    for what, marker in {"gradient": "o", "loss": "s"}.items():
+        shares = [run.metric(f"{what}_error") or math.nan for run in off.values()]
+        ax.plot(shares, list(off), marker, markersize=9, label=f"{what} off by")
+    ax.set(xscale="log", xlabel="share, against float32 (each mark is a factor of ten)")
+    ax.invert_yaxis()
+    ax.legend()
     plt.show()
 columns = {
     "precision": "form",
@@ -860,8 +861,10 @@ def in_processes() -> dict[str, Run]:
 # %%
 with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
     if not on_gpu:
-        for name in ("launches overlap", "visible devices"):
-            lab.keep(Run("09", name, status="skipped: there is no GPU"))
+        skipped = {"status": "skipped: there is no GPU"}
+        overlap = {"experiment": "launches", "launches": "overlap"}
+        lab.keep(Run("09", "launches overlap", tags=overlap, **skipped))
+        lab.keep(Run("09", "visible devices", tags={"experiment": "visible devices"}, **skipped))
         raise Unavailable("there is no GPU whose launches could overlap")
     seen = {"none": gpus_seen(""), "one": gpus_seen("0")}
     metrics = seen | {"as_asked": int(seen == {"none": 0, "one": 1})}
@@ -929,14 +932,22 @@ loops = {
 # %%
 make_room(photographs)
 diagnosed: dict[str, Run] = {}
+
+
+def tested(work, start: Recipe, fixes: Sequence[str], **tags: str) -> Run:
+    """What the diagnosis of a loop says, and what its fixes bring."""
+    run = ablations.ablations(work, start, steps, rounds=1 if tiny else 3, only=fixes)
+    run.tags = tags
+    return run
+
+
 for name in loops if every_loop else ("SD1.5",):
-    with lab.attempt(f"A diagnosis of the loop {name}", experiment="diagnosis", script=name):
+    about = {"experiment": "diagnosis", "script": name}
+    with lab.attempt(f"A diagnosis of the loop {name}", **about):
         room, start, fixes = loops[name]
         work = lab.workload(room)
-        tested = partial(
-            ablations.ablations, work, start, steps, rounds=1 if tiny else 3, only=fixes
-        )
-        diagnosed[name] = lab.measured(f"diagnosis: {name}", None, tested)
+        measure = partial(tested, work, start, fixes, **about)
+        diagnosed[name] = lab.measured(f"diagnosis: {name}", None, measure)
         make_room(work)
 print(next((run.metrics["told"] for run in diagnosed.values()), ""))
 

@@ -100,6 +100,11 @@ def link_run() -> Run | None:
 def one_process(case) -> Run | None:
     return case.run(alone, "one process", ranks=1)
 
+
+def of_ddp(case) -> dict:
+    """The tags of a case's run on all ranks."""
+    return case.tags | {"strategy": "ddp", "ranks": count}
+
 # %% [markdown]
 # ## 1 · One GPU, and the link
 #
@@ -158,7 +163,13 @@ with lab.attempt("The link's picture", experiment="all-reduce"):
         if one_process(case)
     }
     fig, ax = plt.subplots()
-    plots.link(ax, link_run().samples, marks)
+    samples = link_run().samples
+    ax.plot(samples["bytes"], samples["bus_gb_per_s"], "o-", label="measured, median")
+    for (title, size), style in zip(marks.items(), (":", "--", "-.", (0, (1, 3))), strict=False):
+        ax.axvline(size, color=plots.GREY, linestyle=style, label=f"gradients of {title}")
+    ax.set(xscale="log", yscale="log", xlabel="bytes of the message")
+    ax.set_ylabel("bus bandwidth, GB/s")
+    ax.legend()
     plt.show()
 lab.runs_table([link_run()] if link_run() else [], link_table, experiment="all-reduce")
 
@@ -297,9 +308,7 @@ def judge(run: Run) -> Run:
     return lab10_distributed.with_efficiency(run, one, predicted.get(run.run))
 
 
-ddp = {"experiment": "training", "strategy": "ddp", "ranks": count}
-of_lora = ddp | {"workload": "sd15-lora", "trained": "lora"}
-with lab.attempt("Training on several ranks", **of_lora):
+with lab.attempt("Training on several ranks", **of_ddp(cases[0])):
     device = lab10_distributed.device_for(lab)
     need(alone)
     plan = lab10_distributed.plan_together(cases, count, timed, tiny)
@@ -351,7 +360,7 @@ def scaling(runs: list[Run]) -> pd.DataFrame:
     return several.rename(columns=shown)
 
 
-with lab.attempt("Predicted and measured", **of_lora):
+with lab.attempt("Predicted and measured", **of_ddp(cases[0])):
     need(together)
     with_prediction = {
         run.run: run for run in together if run.ok and run.metric("predicted_step_ms")
@@ -429,7 +438,7 @@ my_exposed: float | None = None  # for example 5
 lab.predict("exposed communication, all weights", my_exposed, "%")
 
 # %%
-with lab.attempt("A step's picture", **of_lora | {"trained": "full"}):
+with lab.attempt("A step's picture", **of_ddp(cases[1])):
     need(together)
     traced = {
         run.run: (run.samples["computing_ms"], run.samples["communicating_ms"])
@@ -496,7 +505,9 @@ with lab.attempt("Other networks", experiment="networks"):
     fig, ax = plt.subplots(figsize=(7.2, 3.8))
     plots.curves(ax, needed, "GB/s in one direction", f"predicted efficiency of {count} ranks, %")
     ax.set_ylim(0, 105)
-    plots.named_ticks(ax, networks)
+    ax.set_xscale("log")
+    ax.minorticks_off()
+    ax.set_xticks([*networks.values()], [f"{name}\n{rate:g}" for name, rate in networks.items()])
     plt.show()
     lab.table(
         ("efficiency at most, %", *networks),

@@ -58,9 +58,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from labutils.course import plots, predictions
+from labutils.course.tables import verdict_table
 from labutils.labs import lab11_scoreboard
 from labutils.results import claims, report
-from labutils.results.judges import CONFIRMED, NOT_TESTABLE, REFUTED, as_markdown
+from labutils.results.judges import CONFIRMED, NOT_TESTABLE, REFUTED
 from labutils.results.records import REFERENCE, REPOSITORY, Run
 from labutils.tools import run
 
@@ -163,7 +164,7 @@ def show_claims(article: str, lab_number: str, verdict: str) -> None:
     lab.show(f"{len(found)} of {len(board)} claims")
     for key, source in claims.articles().items():
         if mine := [page.judgements[at] for at in found.index[found["article"] == key]]:
-            lab.show(f"**{key}: {source.subject}** ({source.gpu})\n\n" + as_markdown(mine))
+            lab.show(f"**{key}: {source.subject}** ({source.gpu})\n\n" + verdict_table(mine))
 
 
 choices = lab11_scoreboard.choices(board)
@@ -224,20 +225,20 @@ lab.table(differ, otherwise="On every claim that both could test, they agree.")
 
 # %%
 scores = predictions.scores_of(page.records)
-told = [score for score in scores if score.factor is not None]
-if told:
+told = scores.dropna(subset="factor")
+if len(told):
     fig, ax = plt.subplots()
     plots.calibration(ax, told, predictions.NEAR)
     plt.show()
-waiting = sum(score.measured is None for score in scores)
+waiting = scores["measured"].isna().sum()
 lab.show(
     f"{len(scores)} predictions are on record: {len(told)} of them scored by a factor, {waiting} not measured on this machine."
-    if scores
+    if len(scores)
     else "No prediction is on record: in each lab, put numbers into the cells *Your prediction*, and run it to its end."
 )
 
 # %%
-for by in ("kind", "lab") if told else ():
+for by in ("kind", "lab") if len(told) else ():
     table = predictions.summaries(told, by)
     table["lean"] = table["lean"].map(predictions.lean_in_words)
     lab.table(table.rename(columns={"off": "median factor off", "near": "within a factor of 2"}))
@@ -290,7 +291,7 @@ counts = {
     word.replace(" ", "_"): sum(j.verdict == word for j in page.judgements)
     for word in plots.VERDICT_MARKS
 }
-if told:
+if len(told):
     (whole,) = predictions.summaries(told).to_dict("records")
     counts |= {"predictions": whole["predictions"], "median_factor_off": whole["off"]}
     counts["lean"] = whole["lean"]

@@ -9,13 +9,11 @@ import gc
 import shlex
 import weakref
 
-import pandas as pd
 import pytest
 
 from labutils.course import lab as course
 from labutils.course import parameters
 from labutils.course.lab import LabError, open_lab
-from labutils.profiling import cuda
 from labutils.profiling.machine import machine_facts
 from labutils.recipe import STOCK, Unavailable
 from labutils.results import records as results
@@ -60,16 +58,12 @@ def reference(tmp_path, monkeypatch):
         ("scale", "huge", str, "auto, tiny, small, full"),
         ("weights", True, str, "words"),
         ("loud", "false", bool, "true or false"),
-        ("steps", True, int, "whole number"),
         ("steps", "3", int, "whole number"),
         ("rate", float("nan"), float, "finite"),
         ("steps", -1, int, "0 or more"),
-        ("planned_steps", 0, int, "1 or more"),
         ("ranks", 1, int, "more than 1"),
-        ("years", 0.0, float, "above 0"),
         ("hours_a_day", 24.5, float, "24 or less"),
         ("batches", "0 4", str, "whole numbers"),
-        ("batches", "²", str, "whole numbers"),
         ("delays", "9" * 5000, str, "whole numbers"),
     ],
 )
@@ -134,9 +128,8 @@ def test_where_results_go(tmp_path, monkeypatch, results_folder):
     monkeypatch.delenv("LABUTILS_RESULTS")
     monkeypatch.setattr(results, "REPOSITORY", tmp_path)
     assert open_lab("03", notebook()).results_dir.parent == tmp_path / "results"
-    for nowhere in ("/proc/nowhere", "~nobody-of-that-name/x", "a\0b"):
-        with pytest.raises(LabError, match="Set results_dir"):
-            open_lab("03", notebook(results_dir=nowhere))
+    with pytest.raises(LabError, match="Set results_dir"):
+        open_lab("03", notebook(results_dir="/proc/nowhere"))
 
 
 # What is kept
@@ -144,25 +137,14 @@ def test_where_results_go(tmp_path, monkeypatch, results_folder):
 
 def test_a_kept_run_is_stamped_and_on_disk_at_once(lab):
     tags = {"experiment": "workers", "workers": 3}
-    run = Run("", "3", lane="same work", workload="sd15-lora", scale="small", tags=tags)
-    assert lab.keep(run) is run
-    (kept,) = read_runs(lab.results_dir)
-    assert (kept.lab, kept.scale, kept.lane, kept.tags) == ("03", "small", "same work", tags)
+    run = Run("", "", workload="sd15-lora", scale="small", tags=tags)
+    lab.keep({"3 workers": run, "my own again": Run("", "")}, lane="same work")
+    kept, own = read_runs(lab.results_dir)
+    assert (kept.lab, kept.run, kept.scale, kept.lane) == ("03", "3 workers", "small", "same work")
+    assert kept.tags == tags and own.scale == "tiny" and own.tags == {"experiment": "my own"}
     assert kept.machine == machine_facts()
     assert kept.versions["torch"] and kept.commit and kept.at
     assert kept.notebook.startswith("03_")
-
-
-def test_runs_of_a_comparison_get_their_names_and_lane(lab):
-    runs = {f"workers={n}": Run("", "", tags={"workers": n}) for n in (0, 3)}
-    runs["workers=3"].workload, runs["workers=3"].scale = "x", "full"
-    assert lab.keep(runs, lane="same mathematics") is runs
-    kept = read_runs(lab.results_dir)
-    assert [(run.run, run.scale) for run in kept] == [("workers=0", "tiny"), ("workers=3", "full")]
-    assert [run.tags["workers"] for run in kept] == [0, 3]
-    assert {run.lane for run in kept} == {"same mathematics"}
-    with pytest.raises(LabError, match="no lane 'fast'"):
-        lab.keep(runs, lane="fast")
 
 
 @pytest.fixture
@@ -227,13 +209,8 @@ def test_predictions_are_kept_and_scored(lab, capsys):
     lab.predict("step at 0 workers", None, "ms")
     lab.predict("step at 3 workers", 100.0, "ms")
     lab.done({"best number of workers": 2, "step at 0 workers": 3.0, "step at 3 workers": None})
-    kept = [(r["status"], r.get("topic"), r.get("measured")) for r in read_records(lab.results_dir)]
-    assert kept == [
-        ("prediction", "best number of workers", None),
-        ("prediction", "step at 3 workers", None),
-        ("score", "best number of workers", 2),
-        ("done", None, None),
-    ]
+    kept = [(r["status"], r.get("measured")) for r in read_records(lab.results_dir)]
+    assert kept == [("prediction", None), ("prediction", None), ("score", 2), ("done", None)]
     said = capsys.readouterr().out
     assert "No prediction of *step at 0 workers*" in said and "2.00x" in said
     for value in ("three", True, [3], float("nan"), 10**400):
@@ -278,11 +255,11 @@ def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, stat
 
 
 def test_something_better_than_the_references_numbers_can_be_shown(lab, reference, capsys):
-    for name, instead in (("x", lambda: print("a picture")), ("too big", None), ("none", None)):
+    for name, instead in (("x", lambda: print("a picture")), ("too big", None)):
         with lab.attempt("it", instead, experiment=name):
             raise Unavailable("a GPU is needed")
     said = capsys.readouterr().out
-    assert "a picture" in said and "(oom)" in said and "no reference run *none*" in said
+    assert "a picture" in said and "(oom)" in said
 
 
 def test_what_worked_is_not_recorded_as_failed(lab):
@@ -292,16 +269,6 @@ def test_what_worked_is_not_recorded_as_failed(lab):
     with lab.attempt("fine"):
         pass
     assert [run.status for run in read_runs(lab.results_dir)] == ["ok"]
-
-
-def test_a_gpu_that_broke_for_good_ends_no_lab(lab, monkeypatch):
-    def broken():
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(cuda, "empty_cache", broken)
-    with lab.attempt("capture"):
-        broken()
-    assert "illegal memory access" in read_runs(lab.results_dir)[0].status
 
 
 def test_what_filled_the_memory_is_let_go(lab):
@@ -333,31 +300,14 @@ def test_ctrl_c_is_not_a_failure(lab):
 # What it shows
 
 
-def test_a_table_or_what_to_say_instead(lab, capsys):
-    shown = "| what | here |\n| --- | --- |\n| busy | 0.5 |\n"
-    lab.table(("what", "here", "H200"), ("busy", 0.5, None))
-    lab.table(pd.DataFrame({"what": ["busy"], "here": [0.5], "H200": [float("nan")]}))
-    assert capsys.readouterr().out == shown + shown
-    lab.table(("what", "here"), ("busy", None), otherwise="Nothing was measured.")
-    lab.table(("what", "here"))
-    assert capsys.readouterr().out == "Nothing was measured.\n"
-
-
-def test_the_reference_is_that_of_this_lab(lab, reference):
-    assert lab.reference(**THREE).metric("step_ms") == 625.0
-    assert lab.reference(**THREE).at == "2026-01-03"
-    assert lab.reference(workers=99) is None
-    assert len(lab.references(experiment="workers")) == 2
-
-
 def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monkeypatch):
     def shown(**tags):
         lab.runs_table([], {"workers": "workers", "step_ms": "ms"}, **tags)
         return capsys.readouterr().out
 
     capsys.readouterr()
+    assert lab.reference(**THREE).at == "2026-01-03" and lab.reference(workers=99) is None
     assert "H**, scale full, 2026-01-02 to 2026-01-03:" in shown(experiment="workers")
-    assert "H**, scale full, 2026-01-03:" in shown(**THREE)
     assert "Nothing of this is on record" in shown(experiment="never run")
     own = lab.keep(Run("", "3", metrics={"step_ms": 5.0}, tags=THREE))
     capsys.readouterr()
@@ -369,17 +319,10 @@ def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monke
 
 
 def test_a_verdict_is_shown(lab, capsys):
-    assert lab.verdict("A1.workers.three") is None, "a cell would print it"
-    said = capsys.readouterr().out
-    assert "A1.workers.three" in said and "not testable here" in said
-
-
-def test_paths_are_shown_as_typed_in_the_checkout(tmp_path, monkeypatch):
-    path = results.REPOSITORY / "results" / "x"
-    monkeypatch.chdir(results.REPOSITORY / "notebooks")
-    assert course._short(path) == "results/x"
-    monkeypatch.chdir(tmp_path)  # as papermill does it, called from anywhere
-    assert course._short(path) == str(path)
+    assert lab.verdict("A1.workers.three", "A4.network.debug") is None, "a cell would print it"
+    one, other = capsys.readouterr().out.splitlines()[-2:]
+    assert "A1.workers.three" in one and "not testable here" in one and "**told**" in other
+    assert one.count(" | ") == other.count(" | ") == 4
 
 
 def test_choices_are_offered_where_somebody_can_choose(monkeypatch):

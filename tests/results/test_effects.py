@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.results.judges.effects import (
+from labutils.results.effects import (
     STEADY,
     Effect,
     NotTestable,

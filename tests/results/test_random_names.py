@@ -54,29 +54,14 @@ def test_the_report_says_the_same(pages, copy, capsys):
 
 def test_the_scoreboard_says_the_same(pages):
     said = []
-    titles = {f"{number:02}": f"lab {number}" for number in range(11)}
     for page in pages:
         board = lab11_scoreboard.scoreboard(page.judgements)
-        tables = [
-            board,
-            lab11_scoreboard.tally(board),
-            lab11_scoreboard.on_record(page.here, page.labs_done, titles),
-        ]
-        whose, options = lab11_scoreboard.options_at_hand(page.here, page.reference)
-        tables.append(options)
-        said.append(
-            (
-                [table.to_csv() for table in tables],
-                lab11_scoreboard.next_steps(board, page.labs_done, titles, on_gpu=True),
-                whose,
-            )
-        )
+        _, options = lab11_scoreboard.options_at_hand(page.here, page.reference)
+        said.append((board.to_csv(), options.to_csv()))
     assert said[0] == said[1]
 
 
-def test_the_ladder_and_tables_of_runs_are_the_same(pages):
-    ours, theirs = (report.ladder(page.here) for page in pages)
-    assert len(ours) == 17 and ours.equals(theirs)
+def test_the_frames_of_runs_are_the_same(pages):
     assert to_frame(pages[0].here).equals(to_frame(pages[1].here))
 
 

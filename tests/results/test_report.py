@@ -25,11 +25,9 @@ def no_other_results(tmp_path, monkeypatch):
     monkeypatch.delenv("LABUTILS_RESULTS", raising=False)
 
 
-def rung(name: str, ms: float, lane: str = "article", **metrics: float) -> Run:
-    step = {"median": ms, "p10": 0.9 * ms, "p90": 1.1 * ms, "n": 9}
-    recipe = {"micro_batch": 1, "accumulation": 4}
+def rung(name: str, ms: float) -> Run:
     tags = {"experiment": "ladder", "rung": name}
-    return Run("04", name, lane, metrics={"step_ms": step} | metrics, recipe=recipe, tags=tags)
+    return Run("04", name, metrics={"step_ms": ms}, tags=tags)
 
 
 def write(folder: Path, *runs: Run, done: str = "") -> Path:
@@ -57,13 +55,13 @@ def test_every_claim_is_listed_without_any_results(capsys):
     page = as_json(capsys, None)
     assert [claim["id"] for claim in page["claims"]] == list(CLAIMS)
     assert sum(page["verdicts"].values()) == len(CLAIMS)
-    assert page["results"] == page["ladder"] == page["labs_done"] == []
+    assert page["results"] == page["labs_done"] == []
     assert "labutils run" in as_text(capsys, None)
 
 
 def test_the_h200_s_records_are_reported_whole(capsys):
     page = as_json(capsys, REFERENCE.parent)
-    assert len(page["labs_done"]) == 11 and len(page["ladder"]) == 17
+    assert len(page["labs_done"]) == 11
     assert page["verdicts"].keys() <= set(VERDICTS)
     assert page["verdicts"].get(NOT_TESTABLE, 0) < len(CLAIMS) / 2
     said = as_text(capsys, REFERENCE.parent)
@@ -72,49 +70,12 @@ def test_the_h200_s_records_are_reported_whole(capsys):
     assert "\x1b" not in said and max(map(len, table)) <= report.WIDTH
 
 
-def test_the_ladder_goes_lane_by_lane_with_speedups_over_stock():
-    merged = rung("merged", 40, "same mathematics")
-    merged.recipe = {"micro_batch": 4, "accumulation": 1}  # as many examples a step
-    other_work = rung("other", 30)
-    other_work.recipe = {"micro_batch": 1}
-    failed = rung("failed", 1)
-    failed.status = "error: RuntimeError"
-    graph = rung("graph", 100, "same work", gpu_busy=0.97, floor_ms=15)
-    apart = Run("04", "x", metrics={"step_ms": 3}, tags={"experiment": "x"})
-    workers = rung("workers", 500)
-    runs = Runs([merged, rung("stock", 1000), graph, workers, other_work, failed, apart])
-    rungs = report.ladder(runs)
-    assert list(rungs["rung"]) == ["stock", "workers", "graph", "merged"]
-    assert list(rungs["speedup"]) == pytest.approx([1, 2, 10, 25])
-    assert list(rungs["floor_ms"].dropna()) == [15]
-    assert report.ladder(Runs([graph]))["speedup"].isna().all()
-
-
-@pytest.mark.parametrize("odd", ["x", [1], None, {}, float("nan"), 1e999, -1, 0])
-def test_odd_numbers_do_no_harm(tmp_path, capsys, odd):
-    summary = {"median": 5, "p10": odd, "p90": odd}
-    records = [
-        {"run": "stock", "metrics": {"step_ms": odd}},
-        {"run": "odd", "metrics": {"step_ms": {"median": odd}}},
-        {"run": "even", "metrics": {"step_ms": summary, "gpu_busy": odd, "floor_ms": odd}},
-        {"run": "recipe", "metrics": {"step_ms": summary}, "recipe": {"micro_batch": odd}},
-        {"run": "stock [bold]x[/bold]", "metrics": {"step_ms": 3}},
-    ]
-    lines = (json.dumps({"schema": 1, "lab": "04"} | record) + "\n" for record in records)
-    (tmp_path / "results.jsonl").write_text("".join(lines))
-    assert {"even", "stock [bold]x[/bold]"} <= {
-        r["rung"] for r in as_json(capsys, tmp_path)["ladder"]
-    }
-    assert "stock [bold]x[/bold]" in as_text(capsys, tmp_path)
-
-
 def test_lines_that_can_not_be_used_are_told(tmp_path, capsys):
     folder = write(tmp_path / "here", rung("stock", 1160), done="04")
     assert as_json(capsys, folder)["passed_over"] == []
     with (folder / "results.jsonl").open("a") as file:
         file.write('hello\n{"lab": "04", "status": "prediction", "topic": "t"}\n{"lab": "04", "run')
     page = as_json(capsys, folder)
-    assert [row["step_ms"] for row in page["ladder"]] == [1160]
     (told,) = page["passed_over"]
     assert str(folder / "results.jsonl") in told and "line 3" in told and "line 5" in told
     assert told in as_text(capsys, folder)
@@ -161,10 +122,3 @@ def test_a_lab_that_sums_up_reads_what_is_beside_it(tmp_path, monkeypatch):
     other = write(tmp_path / "results" / "other", rung("stock", 1)) / "results.jsonl"
     alone = write(tmp_path / "results" / "alone", Run("11", "scoreboard"))
     assert report.files_beside(alone, "11") == [other]
-
-
-def test_a_ladder_is_shown_once_where_the_report_is_of_the_reference_itself(tmp_path, capsys):
-    theirs = write(tmp_path / "reference", rung("stock", 2_296.0))
-    assert as_text(capsys, theirs).count("The ladder") == 1
-    here = write(tmp_path / "here", rung("stock", 1_000.0))
-    assert as_text(capsys, here).count("The ladder") == 2

@@ -7,8 +7,8 @@ in lightness and hatch as well. matplotlib is imported where it is used, so that
 package stays cheap.
 """
 
-from labutils.course.plots.layout import named_ticks, use_style
-from labutils.course.plots.machines import link, peaks, predicted_steps, roofline
+from labutils.course.plots.layout import use_style
+from labutils.course.plots.machines import peaks, predicted_steps, roofline
 from labutils.course.plots.memory import predicted_peaks, stacked_memory
 from labutils.course.plots.palette import (
     AMBER,
@@ -30,12 +30,9 @@ from labutils.course.plots.palette import (
 from labutils.course.plots.runs import differences, steps, sweep, utilisation, waterfall
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
 from labutils.course.plots.series import (
-    counts,
     curves,
-    errors,
     grouped,
     launch_cost,
-    magnitudes,
     over_decoding,
     panels,
     slower_hosts,

@@ -1,13 +1,13 @@
-"""What the pictures share: the style sheet, rows and their room, numbers, fills and legends."""
+"""What the pictures share: the style sheet, rows and their room, spreads, fills and legends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labutils.course.plots.palette import DARK, INK, PAPER, Fill
-from labutils.results.records import Run, summarise
+from labutils.results.records import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,34 +29,23 @@ def use_style() -> None:
     plt.style.use(STYLE)
 
 
-def named(runs: Mapping[str, Run] | Iterable[Run]) -> dict[str, Run]:
-    """Name -> run, in the given order."""
-    return dict(runs) if isinstance(runs, Mapping) else {run.run: run for run in runs}
+def spread_of(summary: Mapping[str, float]) -> Spread:
+    """The spread that a summary of samples holds."""
+    return summary["p10"], summary["median"], summary["p90"]
 
 
 def spread(run: Run, metric: str) -> Spread | None:
-    """A metric's p10, median and p90 of its summary or samples; None where it was not measured."""
-    summary = run.metrics.get(metric)
-    if not isinstance(summary, Mapping):
-        samples = run.samples.get(metric)
-        if not samples:
-            return None if summary is None else (summary, summary, summary)
-        summary = summarise(samples)
-    median = summary["median"]
-    return summary.get("p10", median), median, summary.get("p90", median)
+    """A metric's spread, of a single number three times itself; None where it was not measured."""
+    value = run.metrics.get(metric)
+    if isinstance(value, Mapping):
+        return spread_of(value)
+    return None if value is None else (value, value, value)
 
 
 def status(run: Run) -> str:
     """Why a run has nothing to draw, on one short line."""
     text = "not measured" if run.ok else run.status
     return text if len(text) <= 60 else text[:59] + "…"
-
-
-def figure(value: float) -> str:
-    """Three figures, and never an exponent."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2g}"
 
 
 def axis_label(metric: str) -> str:
@@ -122,10 +111,7 @@ def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None
 
     handles = [Patch(label=name, **look(fill)) for name, fill in fills.items()]
     if beside is None:
-        inches = sum(0.5 + 0.065 * len(name) for name in fills)  # nearly
-        one_row = inches < 0.8 * ax.figure.get_figwidth()
-        columns = max(1, len(handles) if one_row else min(4, len(handles)))
-        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns)
+        ax.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
         return
     place = {"loc": "center left", "bbox_to_anchor": (1.0, beside)}
     legend = Legend(ax, handles, list(fills), fontsize=8, labelspacing=0.3, **place)
@@ -138,14 +124,3 @@ def white_edge(width: float = 1.5) -> list[Any]:
     from matplotlib import patheffects
 
     return [patheffects.Stroke(linewidth=width * 2.2, foreground=PAPER), patheffects.Normal()]
-
-
-def named_ticks(ax: Axes, places: Mapping[str, float]) -> Axes:
-    """A logarithmic x axis whose ticks are named places."""
-    from matplotlib.ticker import NullFormatter
-
-    ax.set_xscale("log")
-    ax.xaxis.set_minor_formatter(NullFormatter())
-    labels = [f"{name}\n{value:g}" for name, value in places.items()]
-    ax.set_xticks(list(places.values()), labels, fontsize=8)
-    return ax

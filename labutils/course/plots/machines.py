@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from math import dist
 from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import AMBER, GREY, INK, MIST, NAVY, PAPER, PURPLE, RUST, TEAL
+from labutils.course.plots.palette import AMBER, INK, MIST, NAVY, PAPER, RUST
+from labutils.course.tables import cell
 from labutils.results.records import Run, summarise
 
 if TYPE_CHECKING:
@@ -31,13 +31,12 @@ def peaks(
     dense, sparse = dense or {}, sparse or {}
     layout.make_room(ax, len(measured), per_row=0.42)
     for row, (dtype, samples) in enumerate(measured.items()):
-        spread = summarise(samples)
-        median, low, high = spread["median"], spread["p10"], spread["p90"]
+        low, median, high = layout.spread_of(summarise(samples))
         ax.barh(row, median, height=0.5, color=NAVY, zorder=2)
         ax.hlines(row, low, high, color=AMBER, linewidth=4, zorder=3)
-        text = layout.figure(median)
+        text = cell(median)
         if dtype in dense:
-            text += f", {100 * median / dense[dtype]:.0f} % of {layout.figure(dense[dtype])}"
+            text += f", {100 * median / dense[dtype]:.0f} % of {cell(dense[dtype])}"
         layout.number(ax, text, max(high, dense.get(dtype, 0), sparse.get(dtype, 0)), row)
     for sheet, style, label in ((dense, "-", "dense"), (sparse, ":", "with sparsity")):
         listed = [(row, sheet[dtype]) for row, dtype in enumerate(measured) if dtype in sheet]
@@ -55,69 +54,28 @@ def peaks(
 
 
 def roofline(
-    ax: Axes, roofline: Roofline | Mapping[str, Roofline], points: Mapping[str, tuple[float, float]]
+    ax: Axes, roofs: Mapping[str, Roofline], points: Mapping[str, tuple[float, float]]
 ) -> Axes:
-    """One roofline, or several by name, and numbered `points` under them.
+    """Rooflines by name, and numbered `points` under them.
 
     points: name -> (FLOP per byte, TFLOP/s). Both axes are logarithmic. The legend beside the
     picture names the points.
     """
-    roofs = roofline if isinstance(roofline, Mapping) else {"roofline": roofline}
     places = [p[0] for p in points.values()] + [roof.ridge for roof in roofs.values()]
     low, high = min(places) / 8, max(places) * 8
     for (name, roof), style in zip(roofs.items(), cycle(("-", "--", "-.", ":")), strict=False):
         knees = [low, roof.ridge, high]
-        label = f"{name}: {layout.figure(roof.rate)} TFLOP/s, {layout.figure(roof.bandwidth)} GB/s"
+        label = f"{name}: {cell(roof.rate)} TFLOP/s, {cell(roof.bandwidth)} GB/s"
         ax.plot(knees, [*map(roof.attainable, knees)], style, color=INK, label=label, zorder=2)
     ax.set(xscale="log", yscale="log", xlim=(low, high))
     for number, (name, point) in enumerate(points.items(), 1):
         look = {"markeredgecolor": PAPER, "label": f"{number}  {name}"}
         ax.plot(*point, "o", color=RUST, zorder=3, **look)
-    _number_points(ax, list(points.values()))
+        layout.number(ax, str(number), *point, weight="bold")
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.set(xlabel="FLOP per byte of memory traffic", ylabel="TFLOP/s")
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return ax
-
-
-def _number_points(ax: Axes, points: Sequence[tuple[float, float]], distance: float = 11) -> None:
-    """Write 1, 2, .. beside the points, each on the side farthest from all points and numbers."""
-    taken = [tuple(place) for place in ax.transData.transform(points)] if points else []
-    sides = ((0, -1), (1, 0), (0, 1), (-1, 0), (0.7, -0.7), (-0.7, -0.7), (0.7, 0.7), (-0.7, 0.7))
-    pixels = distance * ax.figure.dpi / 72
-    for number, (x, y) in enumerate(list(taken), 1):
-
-        def room(side: tuple[float, float], x: float = x, y: float = y) -> float:
-            spot = (x + pixels * side[0], y + pixels * side[1])
-            return min(pixels * 1.4, *(dist(spot, other) for other in taken))
-
-        side = max(sides, key=room)
-        taken.append((x + pixels * side[0], y + pixels * side[1]))
-        look = {"ha": "center", "va": "center", "fontsize": 8, "weight": "bold", "zorder": 4}
-        place = points[number - 1], (distance * side[0], distance * side[1])
-        edge = layout.white_edge(1)
-        ax.annotate(str(number), *place, textcoords="offset points", path_effects=edge, **look)
-
-
-def link(ax: Axes, samples: Mapping[str, Sequence[float]], marks: Mapping[str, float]) -> Axes:
-    """Bus bandwidth of an all-reduce over the message's bytes; `marks`: name -> bytes."""
-    sizes = samples["bytes"]
-    look = {"color": NAVY, "label": "measured, median"}
-    ax.plot(sizes, samples["bus_gb_per_s"], "o-", zorder=3, **look)
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    styles = zip(cycle((":", "--", "-.", (0, (1, 3)))), cycle((RUST, TEAL, PURPLE, GREY)))
-    for (name, size), (line, color) in zip(marks.items(), styles, strict=False):
-        ax.axvline(size, color=color, linestyle=line, label=name, zorder=2)
-    every = [*sizes, *marks.values()]
-    units = {2**10: "1 KiB", 2**14: "16 KiB", 2**18: "256 KiB", 2**22: "4 MiB", 2**26: "64 MiB"}
-    units |= {2**30: "1 GiB", 2**34: "16 GiB"}
-    ticks = [size for size in units if min(every) <= size <= 2 * max(every)]
-    ax.set_xticks(ticks, [units[size] for size in ticks])
-    ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(xlabel="bytes of the message", ylabel="bus bandwidth, GB/s")
-    layout.legend(ax)
     return ax
 
 
@@ -140,7 +98,7 @@ def predicted_steps(ax: Axes, runs: Mapping[str, Run], alone: Mapping[str, float
         if predicted:
             look = {"color": RUST, "markersize": 7, "markeredgecolor": PAPER, "label": "predicted"}
             ax.plot(predicted, row, "D", zorder=4, **look)
-        layout.number(ax, f"{layout.figure(spread[1])} ms", max(high, predicted), row, dots=9)
+        layout.number(ax, f"{cell(spread[1])} ms", max(high, predicted), row, dots=9)
         farthest = max(farthest, high, predicted)
     look = {"color": INK, "linestyle": "--", "linewidth": 1.2}
     ax.axvline(100, label="one process, a rank's share", zorder=3, **look)

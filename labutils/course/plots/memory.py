@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from labutils.course.plots import layout
 from labutils.course.plots.palette import GREY, INK, RUST, Fill
 from labutils.course.plots.runs import differences
+from labutils.course.tables import cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,11 +41,8 @@ def stacked_memory(
     peak = max(range(count), key=totals.__getitem__)
     top = totals[peak] / scale
     ax.plot(peak, top, "v", color=RUST, markersize=8, zorder=4)
-    late = peak > 0.5 * count
-    side = {"ha": "right" if late else "left", "va": "bottom"}
-    layout.number(
-        ax, f"peak {layout.figure(top)} {unit}", peak, top, dots=-8 if late else 8, **side
-    )
+    side = {"ha": "right", "dots": -8} if peak > 0.5 * count else {"ha": "left", "dots": 8}
+    layout.number(ax, f"peak {cell(top)} {unit}", peak, top, va="bottom", **side)
     shown = [(at, name) for at, name in phases if at < count]
     ends = [at for at, _ in shown[1:]] + [count]
     for (at, name), end in zip(shown, ends, strict=True):
@@ -66,7 +64,7 @@ def predicted_peaks(ax: Axes, pairs: Mapping[str, tuple[float, float]]) -> Axes:
     series = {name: [share] for name, share in zip(pairs, off, strict=True)}
     differences(ax, series, (-10, 10), "within 10 %", label)
     for row, (share, (_, gb)) in enumerate(zip(off, pairs.values(), strict=True)):
-        text = f"{layout.figure(gb)} GB" if gb >= 1 else f"{layout.figure(1e3 * gb)} MB"
+        text = f"{cell(gb)} GB" if gb >= 1 else f"{cell(1e3 * gb)} MB"
         layout.number(ax, text, max(share, 0), row, dots=10)
     reach = max([15.0, *(1.3 * abs(share) for share in off)])
     ax.set_xlim(-reach, reach)

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
 from labutils.course.plots.palette import AMBER, GREY, INK, LANE_FILLS, MIST, NAVY, PAPER, RUST
+from labutils.course.tables import cell
 from labutils.results.records import LANES, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def steps(ax: Axes, runs: Mapping[str, Run] | Iterable[Run], metric: str = "step_ms") -> Axes:
+def steps(ax: Axes, runs: Mapping[str, Run], metric: str = "step_ms") -> Axes:
     """One row a run: a dot a sample, a bar from p10 to p90, a line at the median with its number.
 
     A run without the metric gets a row that says why. `metric` is a time in milliseconds.
     """
-    named = layout.named(runs)
-    layout.make_room(ax, len(named), per_row=0.42)
-    spreads = [layout.spread(run, metric) for run in named.values()]
-    samples = [run.samples.get(metric, []) for run in named.values()]
+    layout.make_room(ax, len(runs), per_row=0.42)
+    spreads = [layout.spread(run, metric) for run in runs.values()]
+    samples = [run.samples.get(metric, []) for run in runs.values()]
     ends = [
         max([spread[2], *dots]) for spread, dots in zip(spreads, samples, strict=True) if spread
     ]
     widest = max(ends, default=1.0)
-    for row, run in enumerate(named.values()):
+    for row, run in enumerate(runs.values()):
         if spreads[row] is None:
             look = {"color": GREY, "style": "italic"}
             layout.number(ax, layout.status(run), 0.02 * widest, row, dots=0, **look)
@@ -37,8 +37,8 @@ def steps(ax: Axes, runs: Mapping[str, Run] | Iterable[Run], metric: str = "step
         ax.scatter(samples[row], heights, s=9, color=NAVY, alpha=0.6, linewidth=0, zorder=3)
         ax.vlines(median, row - 0.34, row + 0.34, color=RUST, linewidth=2.4, zorder=4)
         end = max([high, *samples[row]])
-        layout.number(ax, f"{layout.figure(median)} ms", end, row)
-    layout.rows(ax, list(named))
+        layout.number(ax, f"{cell(median)} ms", end, row)
+    layout.rows(ax, list(runs))
     ax.set_xlim(0, 1.22 * widest)
     ax.set_xlabel(f"{layout.axis_label(metric)} (line: median, bar: p10-p90, dots: samples)")
     return ax
@@ -133,7 +133,7 @@ def waterfall(
     if floor_ms:
         ax.axvline(floor_ms, color=RUST, linestyle="--", path_effects=layout.white_edge(), zorder=5)
         place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        text = f"floor {layout.figure(floor_ms)} ms"
+        text = f"floor {cell(floor_ms)} ms"
         ax.annotate(text, (floor_ms, 1), (3, 3), color=RUST, fontsize=9, **place)
     return ax
 
@@ -159,7 +159,7 @@ def _draw_blocks(
                 edge = layout.white_edge(2)
                 ax.hlines(at, low, high, color=RUST, linewidth=2, path_effects=edge, zorder=4)
             speedup = "" if median == first else f"   {first / median:.2f}x"
-            layout.number(ax, f"{layout.figure(median)}{speedup}", max(high, median), at)
+            layout.number(ax, f"{cell(median)}{speedup}", max(high, median), at)
             labels[at] = name
             at += 1
         at += 0.7

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from labutils.course.plots import layout
 from labutils.course.plots.layout import Spread
 from labutils.course.plots.palette import (
-    AMBER,
     FILLS,
     GREY,
-    INK,
     NAVY,
     PAPER,
     PURPLE,
@@ -20,6 +20,7 @@ from labutils.course.plots.palette import (
     TEAL,
     Fill,
 )
+from labutils.course.tables import cell
 from labutils.results.records import summarise
 
 if TYPE_CHECKING:
@@ -50,19 +51,18 @@ def panels(
     xlabel: str,
     ylabel: str,
 ) -> Sequence[Axes]:
-    """`curves` side by side, panel -> name -> points: one y axis, one legend below all."""
+    """`curves` side by side in axes that share y, panel -> name -> points: one legend below all."""
     for ax, (title, lines) in zip(axes, series.items(), strict=True):
         curves(ax, lines, xlabel, ylabel if ax is axes[0] else "")
         ax.set_title(title)
         if legend := ax.get_legend():
             legend.remove()
-    top = max((ax.get_ylim()[1] for ax in axes), default=1.0)
+    named = {}
     for ax in axes:
-        ax.set_ylim(0, 1.03 * top)
-    handles, labels = max(
-        (ax.get_legend_handles_labels() for ax in axes), key=lambda it: len(it[1])
-    )
-    axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)))
+        handles, labels = ax.get_legend_handles_labels()
+        named |= dict(zip(labels, handles, strict=True))
+    place = {"loc": "outside lower center", "ncols": max(1, len(named))}
+    axes[0].figure.legend(named.values(), named.keys(), **place)
     return axes
 
 
@@ -76,12 +76,12 @@ def model_and_points(
 
     A name has the same colour in both. model: name -> x -> ms; measured: name -> x -> spread.
     """
-    colors = dict(zip(model, cycle(COLORS), strict=False))
+    colors = dict(zip([*model, *measured], cycle(COLORS), strict=False))
     for (name, points), line in zip(model.items(), cycle(LINES), strict=False):
         label = f"{name}, predicted"
         ax.plot(*layout.xy(points), linestyle=line, color=colors[name], label=label, zorder=2)
     for (name, points), marker in zip(measured.items(), cycle(MARKERS), strict=False):
-        color = colors.get(name, INK)
+        color = colors[name]
         low, median, high = zip(*points.values(), strict=True) if points else ((), (), ())
         ax.vlines(list(points), low, high, color=color, linewidth=4, alpha=0.35, zorder=3)
         look = {"markersize": 8, "markeredgecolor": PAPER, "label": f"{name}, measured"}
@@ -118,9 +118,9 @@ def over_decoding(
     measured: workers -> name -> (ms an example, p10-median-p90 of a step). The names stand beside
     the points without workers.
     """
-    told = {0: "no workers", 1: "1 worker"}
-    lines = {told.get(n, f"{n} workers"): points for n, points in model.items()}
-    points = {told.get(n, f"{n} workers"): dict(of.values()) for n, of in measured.items()}
+    titles = {0: "no workers", 1: "1 worker"}
+    lines = {titles.get(n, f"{n} workers"): points for n, points in model.items()}
+    points = {titles.get(n, f"{n} workers"): dict(of.values()) for n, of in measured.items()}
     ax.margins(y=0.15)  # for the topmost name
     model_and_points(ax, lines, points, xlabel)
     ax.set_xlim(left=0)
@@ -136,86 +136,33 @@ def over_decoding(
     return ax
 
 
-def counts(ax: Axes, series: Mapping[str, Sequence[int]], xlabel: str, ylabel: str) -> Axes:
-    """Bars side by side: one fill a name, one group for each of its counts, numbered from 1."""
-    for place, ((name, values), fill) in enumerate(zip(series.items(), cycle(FILLS), strict=False)):
-        at = [1 + group + _shift(place, len(series)) for group in range(len(values))]
-        ax.bar(at, values, 0.8 / len(series), label=name, **layout.look(fill))
-    longest = max((len(values) for values in series.values()), default=0)
-    ax.set(xticks=range(1, longest + 1), xlabel=xlabel, ylabel=ylabel)
-    ax.grid(axis="x", visible=False)
-    layout.legend(ax)
-    return ax
-
-
 def grouped(
-    ax: Axes, times: Mapping[str, Mapping[str, Sequence[float]]], fills: Sequence[Fill] = FILLS
+    ax: Axes,
+    values: Mapping[str, Mapping[Any, float | Sequence[float]]],
+    ylabel: str,
+    fills: Sequence[Fill] = FILLS,
 ) -> Axes:
-    """Upright bars in groups: `times` is name -> group -> samples in ms; median and p10-p90.
+    """Upright bars in groups: name -> group -> a number, or samples (median and p10-p90).
 
     A name has the same fill in every group. Every name has the same groups.
     """
-    groups = list(next(iter(times.values())))
-    for place, (name, by_group) in enumerate(times.items()):
-        spreads = [summarise(by_group[group]) for group in groups]
-        at = [group + _shift(place, len(times)) for group in range(len(groups))]
-        medians = [s["median"] for s in spreads]
-        below = [s["median"] - s["p10"] for s in spreads]
-        above = [s["p90"] - s["median"] for s in spreads]
-        look = layout.look(fills[place]) | {"capsize": 3, "label": name}
-        ax.bar(at, medians, 0.74 / len(times), yerr=[below, above], **look)
+    groups = list(next(iter(values.values())))
+    for place, (name, by_group) in enumerate(values.items()):
+        at = [group + _shift(place, len(values)) for group in range(len(groups))]
+        spreads = [layout.spread_of(summarise(np.atleast_1d(by_group[group]))) for group in groups]
+        low, median, high = np.transpose(spreads)
+        look = layout.look(fills[place]) | {"label": name}
+        ax.bar(at, median, 0.74 / len(values), **look)
+        ax.vlines(at, low, high, color=RUST, linewidth=2, zorder=3)
     ax.set_xticks(range(len(groups)), groups)
-    ax.set_ylabel("ms (median, p10-p90)")
+    ax.set_ylabel(ylabel)
     ax.grid(axis="x", visible=False)
-    return ax
-
-
-def magnitudes(ax: Axes, rows: Mapping[str, Mapping[str, float]], xlabel: str = "") -> Axes:
-    """Counts of very different size on a logarithmic axis: for each row a bar for each name.
-
-    Every row has the same names. Read the numbers at the bars' ends: the lengths are logarithms.
-    """
-    names = list(next(iter(rows.values())))
-    layout.make_room(ax, len(rows), per_row=0.5)
-    for row, counts in enumerate(rows.values()):
-        for place, name in enumerate(names):
-            at = row + _shift(place, len(names))
-            ax.barh(at, counts[name], 0.75 / len(names), **layout.look(FILLS[place]))
-            layout.number(ax, _in_words(counts[name]), counts[name], at, dots=4, fontsize=8)
-    every = [count for counts in rows.values() for count in counts.values()]
-    ax.set(xscale="log", xlim=(min(every) / 8, max(every) * 30))
-    layout.rows(ax, list(rows))
-    ax.set_xlabel(f"{xlabel} (each mark of the axis is a factor of ten)")
-    layout.fill_legend(ax, dict(zip(names, FILLS, strict=False)))
     return ax
 
 
 def _shift(place: int, names: int) -> float:
     """How far from its group's middle the bar at this place stands."""
     return (place - (names - 1) / 2) * 0.8 / names
-
-
-def _in_words(count: float) -> str:
-    """A count as it is said: 65.5 thousand, 8.19 billion."""
-    for unit, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if count >= unit:
-            return f"{count / unit:.3g} {word}"
-    return f"{count:g}"
-
-
-def errors(ax: Axes, off: Mapping[str, Mapping[str, float]]) -> Axes:
-    """One row a number format, on a logarithmic axis: what is off (a mark each) by which share."""
-    layout.make_room(ax, len(off), per_row=0.42)
-    kinds = dict.fromkeys(what for row in off.values() for what in row)
-    for what, marker, color in zip(kinds, "osD^", cycle((NAVY, AMBER, TEAL)), strict=False):
-        at = [(row[what], place) for place, row in enumerate(off.values()) if row.get(what)]
-        look = {"markeredgecolor": INK, "markersize": 9, "label": f"{what} off by"}
-        ax.plot(*zip(*at, strict=True), marker, color=color, zorder=3, **look)
-    ax.set_xscale("log")
-    layout.rows(ax, list(off))
-    ax.set_xlabel("share, against float32 (each mark of the axis is a factor of ten)")
-    layout.legend(ax, columns=3)
-    return ax
 
 
 def launch_cost(
@@ -225,20 +172,19 @@ def launch_cost(
 ) -> Axes:
     """Microseconds a call of one operation over the count of numbers it works on, by way to call.
 
-    `times`: way -> count -> samples in milliseconds, or their summary; bands are p10-p90.
+    `times`: way -> count -> samples in milliseconds, or their summary.
     `launch_us`: what a call alone costs the host.
     """
-    styles = zip((NAVY, RUST, TEAL), ("o-", "s--", "^-."), strict=True)
-    for (way, curve), (color, style) in zip(times.items(), styles, strict=False):
-        spreads = [s if isinstance(s, Mapping) else summarise(s) for s in curve.values()]
-        low, median, high = ([1e3 * s[q] for s in spreads] for q in ("p10", "median", "p90"))
-        ax.fill_between(list(curve), low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
-        ax.plot(list(curve), median, style, color=color, label=way, zorder=3)
-    label = f"one call from Python here: {layout.figure(launch_us)} µs"
+    spreads = {}
+    for way, curve in times.items():
+        summaries = [s if isinstance(s, Mapping) else summarise(s) for s in curve.values()]
+        in_us = 1e3 * np.array([layout.spread_of(summary) for summary in summaries])
+        spreads[way] = dict(zip(curve, in_us, strict=True))
+    label = f"one call from Python here: {cell(launch_us)} µs"
     ax.axhline(launch_us, color=GREY, linestyle=":", label=label, zorder=1)
+    model_and_points(ax, {}, spreads, "numbers that the operation works on")
+    ax.set(ylabel="microseconds a call", yscale="log")
+    ax.autoscale(axis="y")
     ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:g}")
-    ax.set(xlabel="numbers that the operation works on", ylabel="microseconds a call")
-    ax.legend(loc="upper left")
     return ax

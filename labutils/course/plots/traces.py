@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
 from labutils.course.plots.palette import AMBER, FILLS, KIND_FILLS, NAVY, PAPER, PHASE_FILLS, Fill
+from labutils.course.tables import cell
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,13 +31,10 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[Interval]], most: int = 6) -
     layout.make_room(ax, len(rows), per_row=1.1)
     start, end = min(0.0, *(s for s, _, _ in every)), max(s + d for s, d, _ in every)
     layout.rows(ax, list(rows))
-    for group in _lanes_that_share(rows):
-        fills = _category_fills([interval for lane in group for interval in rows[lane]], most)
-        places = [list(rows).index(lane) for lane in group]
-        for place, lane in zip(places, group, strict=True):
-            _draw_lane(ax, place, rows[lane], fills, end - start)
-        middle = sum(places) / len(places)
-        layout.fill_legend(ax, fills, beside=1 - (middle + 0.6) / (len(rows) + 0.2))
+    for place, intervals in enumerate(rows.values()):
+        fills = _category_fills(intervals, most)
+        _draw_lane(ax, place, intervals, fills, end - start)
+        layout.fill_legend(ax, fills, beside=1 - (place + 0.6) / (len(rows) + 0.2))
     ax.set(xlim=(start, end), xlabel="ms")
     return ax
 
@@ -46,24 +44,11 @@ def _draw_lane(
 ) -> None:
     """The blocks of one lane. Blocks too narrow for a hatch or an edge to be seen get neither."""
     for category, fill in fills.items():
-        mine = [(s, d) for s, d, c in intervals if (c if c in fills else "other") == category]
-        blocks = _merge(mine, span / 2000)
+        blocks = [(s, d) for s, d, c in intervals if (c if c in fills else "other") == category]
         wide = [block for block in blocks if block[1] > span / 100]
         narrow = [block for block in blocks if block[1] <= span / 100]
         ax.broken_barh(wide, (row - 0.36, 0.72), **layout.look(fill))
         ax.broken_barh(narrow, (row - 0.36, 0.72), linewidth=0, facecolor=fill[0], zorder=2)
-
-
-def _lanes_that_share(rows: Mapping[str, Sequence[Interval]]) -> list[list[str]]:
-    """Lanes in groups: those with a category in common have one legend."""
-    groups: list[tuple[list[str], set[str]]] = []
-    for lane, intervals in rows.items():
-        names, categories = [lane], {category for _, _, category in intervals}
-        for group in [group for group in groups if group[1] & categories]:
-            groups.remove(group)
-            names, categories = group[0] + names, group[1] | categories
-        groups.append((names, categories))
-    return [names for names, _ in groups]
 
 
 def _category_fills(intervals: Iterable[Interval], most: int) -> dict[str, Fill]:
@@ -79,25 +64,12 @@ def _category_fills(intervals: Iterable[Interval], most: int) -> dict[str, Fill]
     return fills if len(totals) <= most else fills | {"other": FILLS[-1]}
 
 
-def _merge(intervals: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """Sorted (start, duration) pairs; those less than `gap` apart are joined."""
-    merged: list[tuple[float, float]] = []
-    for start, duration in intervals:
-        if merged and start - sum(merged[-1]) < gap:
-            begin = merged[-1][0]
-            merged[-1] = (begin, max(sum(merged[-1]), start + duration) - begin)
-        else:
-            merged.append((start, duration))
-    return merged
+def breakdown(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str = "ms") -> Axes:
+    """Where each ms (or GB, or another `unit`) goes: stacked bars, bar -> part -> value.
 
-
-def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
-    """Where each ms (or GB, or another `unit`) goes: a stacked bar for `parts` (name -> value).
-
-    Several bars are given as bar -> (name -> value). A part keeps its fill in every bar, its number
-    stands in it where it fits, and the total at the end.
+    A part keeps its fill in every bar, its number stands in it where it fits, and the total at the
+    end.
     """
-    bars = parts if parts and all(isinstance(v, Mapping) for v in parts.values()) else {"": parts}
     layout.make_room(ax, len(bars), per_row=0.55)
     names = dict.fromkeys(name for bar in bars.values() for name in bar)
     fills = dict(zip(names, cycle(FILLS), strict=False))
@@ -111,9 +83,9 @@ def breakdown(ax: Axes, parts: Mapping[str, Any], unit: str = "ms") -> Axes:
                     "bbox": {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2},
                     "ha": "center",
                 }
-                layout.number(ax, layout.figure(value), left + value / 2, row, dots=0, **look)
+                layout.number(ax, cell(value), left + value / 2, row, dots=0, **look)
             left += value
-        layout.number(ax, f"{layout.figure(left)} {unit}", left, row)
+        layout.number(ax, f"{cell(left)} {unit}", left, row)
     layout.rows(ax, list(bars))
     ax.set(xlim=(0, 1.16 * longest), xlabel=unit)
     layout.fill_legend(ax, fills)

@@ -1,6 +1,6 @@
 """Verdicts: what the runs on record say about a published claim, by one of eight judges.
 
-It may import claims, records and its own effects. A judge takes a claim and one host's runs, and
+It may import claims, records and effects. A judge takes a claim and one host's runs, and
 makes a verdict and its sentence of numbers with an interval. Hosts are judged one by one, because
 the host paces many steps: the verdict is what all of them say.
 """
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from labutils.results import claims
+from labutils.results import claims, effects
 from labutils.results.claims import Claim
-from labutils.results.judges import effects
-from labutils.results.judges.effects import STEADY, Effect, NotTestable, metric_of, named, number
+from labutils.results.effects import STEADY, Effect, NotTestable, metric_of, named, number
 from labutils.results.records import Run, Runs
 
 CONFIRMED, REFUTED, INCONCLUSIVE = "confirmed", "refuted", "inconclusive"
@@ -70,11 +69,11 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
         verdict = TOLD if claim.kind == "setting" else NOT_TESTABLE
         return Judgement(claim, verdict, "", claim.reason, theirs=theirs)
     own = runs.select(claim.lab)
-    found = [Judgement(claim, NOT_TESTABLE, "", f"No run yet. Type: labutils run {claim.lab}")]
+    by_host = [Judgement(claim, NOT_TESTABLE, "", f"No run yet. Type: labutils run {claim.lab}")]
     for host in dict.fromkeys(run.host for run in own):
-        found.append(_on_host(claim, Runs(run for run in own if run.host == host)))
-    answers = [one for one in found if one.verdict != NOT_TESTABLE]
-    last = (answers or found)[-1]
+        by_host.append(_on_host(claim, Runs(run for run in own if run.host == host)))
+    answers = [one for one in by_host if one.verdict != NOT_TESTABLE]
+    last = (answers or by_host)[-1]
     if len({one.verdict for one in answers}) > 1:
         here = " | ".join(f"{one.here}: {one.verdict}" for one in answers)
         last = replace(last, verdict=DIFFERS, here=here, why=f"{len(answers)} hosts.")
@@ -102,14 +101,16 @@ def _on_host(claim: Claim, runs: Runs) -> Judgement:
             raise NotTestable(f"It takes {card}.")
         if claim.weights and any(run.weights != claim.weights for run in own):
             raise NotTestable("Random weights can't answer: it takes the pretrained ones.")
-        found = JUDGES[claim.judge](claim, runs)
+        judgement = JUDGES[claim.judge](claim, runs)
     except NotTestable as reason:
         return Judgement(claim, NOT_TESTABLE, "", str(reason))
     counted = claim.needs == "any" or claim.judge not in ("range", "compare")
-    if all(one.exact for one in found.effects.values()) and (found.effects or counted):
-        return found
+    changes = judgement.effects.values()
+    if all(one.exact for one in changes) and (changes or counted):
+        return judgement
     scales = ", ".join(sorted({run.scale for run in own} - {"full"}))
-    return replace(found, why=f"{found.why} At scale {scales}.".strip()) if scales else found
+    why = f"{judgement.why} At scale {scales}." if scales else judgement.why
+    return replace(judgement, why=why.strip())
 
 
 # ------------------------------------------------------------------------------ runs and numbers
@@ -118,10 +119,10 @@ def _on_host(claim: Claim, runs: Runs) -> Judgement:
 def _run(claim: Claim, runs: Runs, role: str = "run", **tags: Any) -> Run:
     """The run that has this role, with further tags."""
     wanted = tags | claim.runs[role] if role == "base" else claim.runs[role] | tags
-    found = runs.one(claim.lab, **wanted)
-    if found is None:
+    run = runs.one(claim.lab, **wanted)
+    if run is None:
         raise NotTestable(f"There is no run with {named(wanted)}. Type: labutils run {claim.lab}")
-    return found
+    return run
 
 
 def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "changed") -> dict:
@@ -131,7 +132,7 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
     are left out.
     """
     over = claim.how.get("over", {})
-    found, refused = {}, NotTestable(f"Type: labutils run {claim.lab}")
+    changes, refused = {}, NotTestable(f"Type: labutils run {claim.lab}")
     for tags in [{tag: value} for tag, values in over.items() for value in values] or [{}]:
         try:
             pair = _run(claim, runs, base, **tags), _run(claim, runs, changed, **tags)
@@ -139,12 +140,12 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
                 if getattr(pair[0], what) != getattr(pair[1], what):
                     raise NotTestable(f"The runs differ in {what}.")
             metric = claim.how.get("metric", "step_ms")
-            found[named(tags)] = effects.effect(*pair, _twice(runs, pair[0]), metric)
+            changes[named(tags)] = effects.effect(*pair, _twice(runs, pair[0]), metric)
         except NotTestable as reason:
             refused = reason
-    if not found:
+    if not changes:
         raise refused
-    return found
+    return changes
 
 
 def _twice(runs: Runs, base: Run) -> effects.Twice:
@@ -289,8 +290,8 @@ def _break_even(claim: Claim, runs: Runs, step: Effect) -> Judgement:
     )
     wanted, factor = claim.published[0], claim.how["tolerance"]
     verdict = _settle([_inside(low, high, wanted / factor, wanted * factor)])
-    found = _conclude(claim, verdict, {"": step}, f"{shown(extra)} ms more at first.")
-    return replace(found, here=f"{steps:,.0f} steps ({low:,.0f} to {high:,.0f})")
+    judgement = _conclude(claim, verdict, {"": step}, f"{shown(extra)} ms more at first.")
+    return replace(judgement, here=f"{steps:,.0f} steps ({low:,.0f} to {high:,.0f})")
 
 
 def in_range(claim: Claim, runs: Runs) -> Judgement:
@@ -350,11 +351,11 @@ def contains(claim: Claim, runs: Runs) -> Judgement:
     """The list `metric` has one of `items`, or the text `metric` is one of them."""
     run, items = _run(claim, runs), claim.how["items"]
     value = run.metrics.get(claim.how["metric"])
-    found = list(map(str, value)) if isinstance(value, list | tuple) else [value] if value else []
-    if not found:
+    held = list(map(str, value)) if isinstance(value, list | tuple) else [value] if value else []
+    if not held:
         raise NotTestable(f"The run with {named(run.tags)} recorded no {claim.how['metric']}.")
-    here = " .. ".join(dict.fromkeys((str(found[0]), str(found[-1]))))
-    verdict = CONFIRMED if any(item in found for item in items) else REFUTED
+    here = " .. ".join(dict.fromkeys((str(held[0]), str(held[-1]))))
+    verdict = CONFIRMED if any(item in held for item in items) else REFUTED
     return Judgement(claim, verdict, here, f"Looked for: {' or '.join(items)}.")
 
 
@@ -398,16 +399,3 @@ def advice(claim: Claim, runs: Runs) -> Judgement:
 
 JUDGES = {judge.__name__: judge for judge in (compare, ratio, equals, fails, contains, predicts)}
 JUDGES |= {"range": in_range, "advice": advice}
-
-
-def as_markdown(judgements: Iterable[Judgement]) -> str:
-    """A table for a notebook: claim | published | H200 | here | verdict, with its reason."""
-    rows = [["claim", "published", "H200", "here", "verdict"], [":--"] * 5]
-    for j in judgements:
-        claim = f"**{j.claim.id}** {j.claim.statement}"
-        h200 = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
-        verdict = f"**{j.verdict}**" + f": {j.why}" * bool(j.why)
-        verdict += f" *{j.claim.note}*" * bool(j.claim.note)
-        rows.append([claim, j.published, h200, j.here or "–", verdict])
-    cells = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
