@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from labutils.recipe import Recipe
 from labutils.training import Trainer
 from labutils.workloads.base import Batch
-from labutils.workloads.decoder import DecoderWorkload
+from labutils.workloads.decoder_workload import DecoderWorkload
 
 
 def batch_of(workload: DecoderWorkload, recipe: Recipe, chosen: Iterable[int]) -> Batch:

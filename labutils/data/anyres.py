@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labutils.data import packing
-from labutils.data.drawings import LEAF_CLASSES
+from labutils.data.generated_images import LEAF_CLASSES
 
 PROMPT = "[INST] <image>\nDescribe [/INST]"
 """Article A2's prompt in the chat form of Mistral; the answer is the photograph's class."""

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from labutils.data import drawings
-from labutils.data.files import first_rows
+from labutils.data import generated_images
+from labutils.data.file_cache import first_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -49,9 +49,9 @@ def captioned_images(
 
     if data == "hub":
         return first_rows(CAPTIONED, count, Path(cache_dir))
-    folder = Path(cache_dir) / "images" / f"drawn-v{drawings.VERSION}-seed0"
-    paths = drawings.draw_images(folder, count)
-    texts = [drawings.caption(index) for index in range(count)]
+    folder = Path(cache_dir) / "images" / f"drawn-v{generated_images.VERSION}-seed0"
+    paths = generated_images.draw_images(folder, count)
+    texts = [generated_images.caption(index) for index in range(count)]
     return _rows(paths, "text", texts, datasets.Value("string"))
 
 
@@ -73,10 +73,12 @@ def leaf_images(
     if data == "hub":
         return first_rows(LEAVES, count, Path(cache_dir))
     kind = f"varied{varied_for}" if varied_for else "beans"
-    folder = Path(cache_dir) / "leaves" / f"{kind}-v{drawings.LEAF_VERSION}"
-    paths = drawings.draw_leaves(folder, count, varied_for)
-    classes = datasets.ClassLabel(names=list(drawings.LEAF_CLASSES))
-    return _rows(paths, "labels", [drawings.leaf_class(index) for index in range(count)], classes)
+    folder = Path(cache_dir) / "leaves" / f"{kind}-v{generated_images.LEAF_VERSION}"
+    paths = generated_images.draw_leaves(folder, count, varied_for)
+    classes = datasets.ClassLabel(names=list(generated_images.LEAF_CLASSES))
+    return _rows(
+        paths, "labels", [generated_images.leaf_class(index) for index in range(count)], classes
+    )
 
 
 def _rows(paths: list[Path], name: str, values: list, kind: Any) -> datasets.Dataset:

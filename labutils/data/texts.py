@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from labutils.data.files import reaching
+from labutils.data.file_cache import reaching
 from labutils.data.packing import IGNORED
 
 

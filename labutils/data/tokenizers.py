@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from labutils.data.files import reaching
+from labutils.data.file_cache import reaching
 from labutils.data.texts import LONG, SHORT, written
 
 if TYPE_CHECKING:

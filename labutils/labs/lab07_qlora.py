@@ -23,7 +23,7 @@ from labutils.recipe import Recipe
 from labutils.results.records import Run, Runs, step_by_step, to_frame
 from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import empty_run
-from labutils.training.memory_run import (
+from labutils.training.memory_log import (
     followed,
     make_room,
     peak_of_step,

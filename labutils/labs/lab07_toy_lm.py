@@ -29,7 +29,7 @@ from labutils.data.texts import WORDS, Chat, Conversation, Conversations, Text
 from labutils.data.tokenizers import chat_tokenizer
 from labutils.layers.lora import attach_lora, lora_layers
 from labutils.workloads.causal_lm import Size, build_lm
-from labutils.workloads.decoder import TARGETS, Rewritten
+from labutils.workloads.decoder_workload import TARGETS, Rewritten
 
 JAPANESE, SENTENCES = WORDS["japanese"], WORDS["titles"]
 STYLES = {

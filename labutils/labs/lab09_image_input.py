@@ -27,8 +27,8 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 
-from labutils.data import drawings
-from labutils.data.files import whole_file
+from labutils.data import generated_images
+from labutils.data.file_cache import whole_file
 from labutils.data.images import Preprocess, resize
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.profiling.cuda import timed
@@ -174,12 +174,12 @@ class Pictures:
         self.workload = workload
         self.formats = formats(workload.size.resolution)
         self.images = workload.cache_dir / "images"
-        folder = self.images / f"drawn-v{drawings.VERSION}-seed0"
-        self.drawn = drawings.draw_images(folder, count)
+        folder = self.images / f"drawn-v{generated_images.VERSION}-seed0"
+        self.drawn = generated_images.draw_images(folder, count)
 
     def files(self, name: str) -> list[Path]:
         """The pictures as files of a format."""
-        folder = self.images / f"formats-v{drawings.VERSION}"
+        folder = self.images / f"formats-v{generated_images.VERSION}"
         return self.drawn if name == "PNG" else kept_as(self.drawn, folder, self.formats[name])
 
     def dataset(self, form: str) -> FormatDataset:
@@ -187,7 +187,7 @@ class Pictures:
         name = form.removesuffix(IN_MEMORY)
         tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
         preprocess = Preprocess(tokenizer, self.workload.size.resolution)
-        ids = preprocess.token_ids([drawings.caption(n) for n in range(len(self.drawn))])
+        ids = preprocess.token_ids([generated_images.caption(n) for n in range(len(self.drawn))])
         return FormatDataset(self.files(name), self.formats[name], preprocess, ids, name != form)
 
     def decoding(self, passes: int = 2) -> dict[str, Run]:

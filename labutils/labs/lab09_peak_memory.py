@@ -40,7 +40,7 @@ from labutils.results.records import Run, is_out_of_memory
 from labutils.training import Trainer
 from labutils.training.batches import on_device
 from labutils.training.benchmark import empty_run
-from labutils.training.memory_run import peak_of_step, runs_out_of_memory
+from labutils.training.memory_log import peak_of_step, runs_out_of_memory
 from labutils.training.step import AUTOCAST, EagerStep, StepContext
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
@@ -200,7 +200,7 @@ def recorded(
 
     Without a GPU a tensor record stands in for the allocator's, and its peak for the counter. The
     recipe's driver is replaced by the plain loop, whose phases can be told apart. On a GPU whatever
-    else the process holds counts as temporaries: `training.memory_run.make_room` lets go of it.
+    else the process holds counts as temporaries: `training.memory_log.make_room` lets go of it.
     """
     on_gpu = workload.device.type == "cuda"
     recipe = recipe.but(driver="eager", logging="ring-buffer")

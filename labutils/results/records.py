@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from labutils.recipe import Unavailable
-from labutils.results.schema1 import Tag, tags_of
+from labutils.results.schema1_migration import Tag, tags_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,8 +12,8 @@ profiling, results and the recipe.
 """
 
 from labutils.training.benchmark import Benchmark, compare, measure, train
-from labutils.training.memory_run import MemoryLog
-from labutils.training.subprocess_run import try_isolated
+from labutils.training.isolated_run import try_isolated
+from labutils.training.memory_log import MemoryLog
 from labutils.training.trainer import Trainer
 
 __all__ = [

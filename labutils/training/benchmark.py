@@ -23,7 +23,7 @@ from labutils.layers.quantization.convert import PRODUCTS
 from labutils.profiling import cuda
 from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.machine import machine_facts
-from labutils.profiling.probe import measured_roofline, probe_machine
+from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.timing import StepClock, StepTimes
 from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization import Utilization

@@ -22,7 +22,7 @@ from labutils.profiling import compat
 from labutils.recipe import Recipe
 from labutils.training.batches import Batch, Batches, on_device
 from labutils.training.distributed import Ranks, share_of, synchronising
-from labutils.training.logs import open_log, tensorboard
+from labutils.training.loss_log import open_log, tensorboard
 from labutils.workloads.base import Workload
 
 AUTOCAST = {"fp16": torch.float16, "bf16": torch.bfloat16}

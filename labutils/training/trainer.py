@@ -23,7 +23,7 @@ from labutils.layers.cuda_graph import (
 from labutils.recipe import Recipe
 from labutils.training import checkpoint, distributed
 from labutils.training.batches import Batches
-from labutils.training.logs import own
+from labutils.training.loss_log import own
 from labutils.training.step import DRIVERS, StepContext, build_optimizer, compile_as_asked
 from labutils.workloads.base import Batch, Workload
 

@@ -29,10 +29,10 @@ from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark, child_process
 from labutils.training.benchmark import empty_run
 from labutils.training.child_process import Child
-from labutils.training.memory_run import followed, make_room
+from labutils.training.memory_log import followed, make_room
 from labutils.workloads.base import open_workload
 from labutils.workloads.causal_lm import LanguageLora
-from labutils.workloads.decoder import TARGETS, Published
+from labutils.workloads.decoder_workload import TARGETS, Published
 
 TIMEOUT_S = 360
 QUIET = {

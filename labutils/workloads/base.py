@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from labutils.data.files import reaching
+from labutils.data.file_cache import reaching
 from labutils.data.loader import EPOCH
 from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for

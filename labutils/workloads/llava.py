@@ -32,7 +32,7 @@ from labutils.data.tokenizers import hub_tokenizer, llava_processor, llava_token
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe
 from labutils.workloads.base import DTYPES, Batch, refuse, remembered
-from labutils.workloads.decoder import (
+from labutils.workloads.decoder_workload import (
     DecoderSize,
     DecoderWorkload,
     ExampleSize,

@@ -61,8 +61,8 @@ from labutils.course import plots
 from labutils.profiling import cuda
 from labutils.profiling.cuda_architectures import try_unlisted_architecture
 from labutils.profiling.gpu_specs import DTYPES, spec_of
+from labutils.profiling.measured_rates import ITEMS, Probe, probe_machine, rate_over_time
 from labutils.profiling.operations import course_operations, measure_operation, sweep_sizes
-from labutils.profiling.probe import ITEMS, Probe, probe_machine, rate_over_time
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, summarise
 from labutils.tools import doctor

@@ -64,8 +64,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from labutils.course import plots
-from labutils.labs import lab05_fp8_products
-from labutils.labs.lab05_fp8_products import BF16, FUSED, PRODUCT_KINDS
+from labutils.labs import lab05_fp8_matmul
+from labutils.labs.lab05_fp8_matmul import BF16, FUSED, PRODUCT_KINDS
 from labutils.labs.lab05_layer_errors import layer_errors, watch_linears
 from labutils.layers.lora import attach_lora
 from labutils.layers.quantization import fp8_math
@@ -402,12 +402,12 @@ lab.predict("size from which FP8 wins", my_size)
 gemm = series = None
 with lab.attempt("Products in FP8", experiment="gemm"):
     sizes_n = [512, 1024, 2048, 4096] if lab.scale != "full" else [512, 1024, 2048, 4096, 8192]
-    series = lab.keep(lab05_fp8_products.time_products(sizes_n))
+    series = lab.keep(lab05_fp8_matmul.time_products(sizes_n))
     gemm = Run("05", "gemm", tags={"experiment": "gemm"})
     bf16, one_scale = (series.samples[f"{kind} {sizes_n[-1]}"] for kind in PRODUCT_KINDS[:2])
     ratios = [a / b for a, b in zip(bf16, one_scale, strict=False)]
     gemm.metrics["fp8_over_bf16"] = summarise(ratios)
-    if wins := lab05_fp8_products.wins_from(series, FUSED, BF16, sizes_n):
+    if wins := lab05_fp8_matmul.wins_from(series, FUSED, BF16, sizes_n):
         gemm.metrics["fp8_wins_from_n"] = wins
     lab.keep(gemm)
 
@@ -537,7 +537,7 @@ for name, compiled in kinds:
     tags = {"experiment": "layer", "layer": name} | ({"compiled": True} if compiled else {})
     # What the H200 measured of it stands in the table below.
     with lab.attempt(f"base_linear={name!r}", instead=lambda: None, **tags):
-        costs.append(lab05_fp8_products.layer_costs(name, x, n, compiled))
+        costs.append(lab05_fp8_matmul.layer_costs(name, x, n, compiled))
         lab.keep(costs[-1])
 
 # %%

@@ -91,7 +91,7 @@ from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.layers.quantization.convert import convert_base, forward_context
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.profiling.machine import usable_cores
-from labutils.profiling.probe import measured_roofline
+from labutils.profiling.measured_rates import measured_roofline
 from labutils.results.effects import paid_after
 from labutils.results.records import REFERENCE, Run, read_runs, to_frame
 from labutils.training import train

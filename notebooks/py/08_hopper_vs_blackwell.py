@@ -83,7 +83,7 @@ from labutils.labs import lab08_large_models, lab08_launch_bound
 from labutils.labs.lab08_large_models import BLACKWELL, H100
 from labutils.profiling.gpu_specs import find_spec as card
 from labutils.profiling.gpu_specs import spec_of
-from labutils.profiling.probe import probe_machine
+from labutils.profiling.measured_rates import probe_machine
 from labutils.profiling.step_model import CARDS, Host, crossing
 from labutils.recipe import Unavailable
 from labutils.results import claims

@@ -89,7 +89,7 @@ from labutils.results.effects import time_effect
 from labutils.results.records import Run, summarise, to_frame
 from labutils.tools.diagnose import ablations
 from labutils.training import Benchmark, try_isolated
-from labutils.training.memory_run import make_room
+from labutils.training.memory_log import make_room
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
 plots.use_style()

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from transformers import CLIPTokenizer
 
-from labutils.data import files, images
-from labutils.data.drawings import (
+from labutils.data import file_cache, images
+from labutils.data.generated_images import (
     LEAF_BYTES,
     MEAN_BYTES,
     caption,
@@ -110,15 +110,15 @@ def test_an_interrupted_drawing_leaves_no_half_file_and_goes_on(tmp_path):
         return b"whole"
 
     with pytest.raises(KeyboardInterrupt):
-        files.drawn_files(tmp_path, ".x", 4, broken)
+        file_cache.drawn_files(tmp_path, ".x", 4, broken)
     assert not (tmp_path / "00002.x").exists()
     with ThreadPoolExecutor(4) as pool:  # as several processes do
-        draw = lambda _: files.drawn_files(tmp_path, ".x", 4, lambda index: b"whole")
+        draw = lambda _: file_cache.drawn_files(tmp_path, ".x", 4, lambda index: b"whole")
         drawn = list(pool.map(draw, range(4)))
     assert sorted(tmp_path.iterdir()) == drawn[0]
     assert [path.read_bytes() for path in drawn[0]] == [b"whole"] * 4
     nothing = lambda index: pytest.fail("drawn again")
-    assert files.drawn_files(tmp_path, ".x", 4, nothing) == drawn[0]
+    assert file_cache.drawn_files(tmp_path, ".x", 4, nothing) == drawn[0]
 
 
 def test_a_cache_without_room_says_what_to_type_and_leaves_no_part(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from labutils.training import Trainer
 from labutils.workloads import SCALES, open_workload
 from labutils.workloads.base import around_the_same
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
-from labutils.workloads.decoder import (
+from labutils.workloads.decoder_workload import (
     FP8_ROWS,
     TARGETS,
     attended_pairs,

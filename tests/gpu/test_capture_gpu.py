@@ -15,7 +15,7 @@ from labutils.layers.cuda_graph import WARM_UP, Captured
 from labutils.layers.lora import adapter_state
 from labutils.recipe import Recipe
 from labutils.training import Trainer
-from labutils.training.logs import RingLog
+from labutils.training.loss_log import RingLog
 from labutils.workloads import open_workload
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 from frozen_layers import language_model
 
-from labutils.labs import lab05_fp8_products
+from labutils.labs import lab05_fp8_matmul
 from labutils.layers.lora import lora_layers
 from labutils.layers.quantization import fp8_linear
 from labutils.layers.quantization.convert import (
@@ -168,6 +168,6 @@ def test_layers_that_are_gone_leave_transformer_engine_no_scales_to_renew(te):
 def test_the_ways_to_multiply_agree():
     x, weight = random(256, 512).bfloat16(), random(128, 512, seed=1).bfloat16()
     exact = x.double() @ weight.double().T
-    for kind in lab05_fp8_products.PRODUCT_KINDS:
-        limit = 5e-3 if kind == lab05_fp8_products.BF16 else TOLERANCE
-        assert relative_error(lab05_fp8_products.product_of(kind, x, weight)(), exact) < limit, kind
+    for kind in lab05_fp8_matmul.PRODUCT_KINDS:
+        limit = 5e-3 if kind == lab05_fp8_matmul.BF16 else TOLERANCE
+        assert relative_error(lab05_fp8_matmul.product_of(kind, x, weight)(), exact) < limit, kind

@@ -11,7 +11,7 @@ from labutils.labs.ladders import A3_BASE
 from labutils.profiling import cuda
 from labutils.recipe import Unavailable
 from labutils.training import Trainer
-from labutils.training.memory_run import peak_of_step, runs_out_of_memory
+from labutils.training.memory_log import peak_of_step, runs_out_of_memory
 from labutils.training.unsloth_run import check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
 

@@ -11,7 +11,7 @@ from labutils.labs import lab09_peak_memory
 from labutils.profiling.machine import machine_facts, scale_for
 from labutils.profiling.memory import KINDS, AllocatorRecord, rounded
 from labutils.recipe import Recipe
-from labutils.training.memory_run import make_room
+from labutils.training.memory_log import make_room
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
 

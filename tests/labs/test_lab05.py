@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labutils.labs import lab05_fp8_products
+from labutils.labs import lab05_fp8_matmul
 from labutils.labs.lab05_layer_errors import Seen, layer_errors, watch_linears
 from labutils.recipe import Unavailable
 from labutils.results.records import Run
@@ -64,11 +64,11 @@ def test_where_a_challenger_wins_for_good():
     times = Run("05", "", metrics={f"plain {n}": 1.0 for n in sizes})
     for ms, first in (((2, 2, 0.5, 0.5), 4), ((0.5, 2, 0.5, 0.5), 4), ((0.5, 0.5, 0.5, 2), None)):
         times.metrics |= {f"new {n}": each for n, each in zip(sizes, ms, strict=True)}
-        assert lab05_fp8_products.wins_from(times, "new", "plain", sizes) == first
+        assert lab05_fp8_matmul.wins_from(times, "new", "plain", sizes) == first
 
 
 def test_without_fp8_there_is_nothing_to_time():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(Unavailable, match=r"compute capability 8\.9"):
-        lab05_fp8_products.time_products([512])
+        lab05_fp8_matmul.time_products([512])

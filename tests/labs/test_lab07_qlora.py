@@ -13,7 +13,7 @@ from labutils.labs.ladders import A3_BASE, distinct_on
 from labutils.recipe import Recipe
 from labutils.results.records import REFERENCE, Run, read_runs
 from labutils.training import Trainer
-from labutils.training.memory_run import read_log, runs_out_of_memory
+from labutils.training.memory_log import read_log, runs_out_of_memory
 from labutils.training.model_edits import cast_as_for_kbit, prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.causal_lm import QWEN3, build_lm

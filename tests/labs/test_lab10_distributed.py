@@ -11,7 +11,7 @@ from labutils.labs import lab10_distributed as lab10
 from labutils.profiling.ddp_model import PredictedStep
 from labutils.recipe import Recipe
 from labutils.results.records import REFERENCE, Run, read_runs, summarise
-from labutils.results.schema1 import tags_of
+from labutils.results.schema1_migration import tags_of
 from labutils.training.launch_worker import Task
 from labutils.training.launcher import Ended
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.profiling import cuda, probe
+from labutils.profiling import cuda, measured_rates
 from labutils.profiling.gpu_specs import DTYPES, SPECS, find_spec
+from labutils.profiling.measured_rates import Probe, probe_machine, rate_over_time
 from labutils.profiling.operations import (
     COLD_BYTES,
     Operation,
@@ -15,7 +16,6 @@ from labutils.profiling.operations import (
     measure_operation,
     sweep_sizes,
 )
-from labutils.profiling.probe import Probe, probe_machine, rate_over_time
 from labutils.profiling.roofline import Roofline
 from labutils.profiling.step_model import CARDS
 
@@ -84,15 +84,15 @@ def on_cpu(monkeypatch):
         "timed",
         lambda call, *_, **__: real(call, budget_s=0, warmup=1, at_least=3, at_most=3),
     )
-    probe._measured.cache_clear()
+    measured_rates._measured.cache_clear()
     yield
-    probe._measured.cache_clear()
+    measured_rates._measured.cache_clear()
 
 
 def test_probe_of_a_cpu(on_cpu):
     probed = probe_machine()
     assert set(probed.samples) == {"tflops_fp32", "tflops_bf16", "copy_gb_per_s", "launch_us"}
-    assert set(probed.samples) | set(probed.skipped) == set(probe.ITEMS)
+    assert set(probed.samples) | set(probed.skipped) == set(measured_rates.ITEMS)
     assert all(len(samples) >= 3 and min(samples) > 0 for samples in probed.samples.values())
     assert probed.rate("fp8") is None and "CPU" in probed.skipped["tflops_fp8"]
     assert probed.roofline("fp32").rate == statistics.median(probed.samples["tflops_fp32"])
@@ -109,7 +109,7 @@ def test_probe_goes_on_when_an_item_fails(on_cpu, monkeypatch):
     def breaks(device):
         raise RuntimeError("no such\nkernel")
 
-    monkeypatch.setitem(probe._MEASURERS, "copy_gb_per_s", breaks)
+    monkeypatch.setitem(measured_rates._MEASURERS, "copy_gb_per_s", breaks)
     probed = probe_machine("copy_gb_per_s", "launch_us")
     assert "no such kernel" in probed.skipped["copy_gb_per_s"]
     assert "launch_us" in probed.samples

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from labutils.recipe import Unavailable
 from labutils.results import records
 from labutils.results.records import REFERENCE, Results, Run, Runs, read_file, read_runs, to_frame
-from labutils.results.schema1 import tags_of
+from labutils.results.schema1_migration import tags_of
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(st.characters(codec="utf-8"), max_size=20)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from labutils.profiling.trace import Trace
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
-from labutils.tools.diagnose.product_rates import Rates
+from labutils.tools.diagnose.matmul_rates import Rates
 from labutils.tools.diagnose.step_queue import (
     READ,
     SPREAD,

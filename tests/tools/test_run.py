@@ -12,7 +12,7 @@ import troubled_notebooks
 
 from labutils.results.records import REPOSITORY, Run, read_runs
 from labutils.tools import run as runner
-from labutils.tools.run import Options, UsageError, batch, kernel
+from labutils.tools.run import Options, UsageError, batch, execute_lab
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_lab_gets_its_parameters_and_this_interpreter(notebook, run, results_f
 
     # A disk that refuses leaves the earlier notebook whole.
     before = output.read_bytes()
-    kernel.part_of(output).mkdir()
+    execute_lab.part_of(output).mkdir()
     code, said = run(notebook("fine"), force=True)
     assert code == 1 and "could not be run" in said
     assert output.read_bytes() == before
@@ -136,9 +136,9 @@ def test_a_lab_is_done_until_its_code_or_its_parameters_change(notebook, tmp_pat
         written.cells[cell].source += "\n# more"
         nbformat.write(written, path)
         assert batch.is_done(*runner.find([str(path)]), {"steps": 4}, output) == same
-    kernel.part_of(output).touch()  # a later run was cut off
+    execute_lab.part_of(output).touch()  # a later run was cut off
     assert not batch.is_done(lab, {"steps": 4}, output)
-    kernel.part_of(output).unlink()
+    execute_lab.part_of(output).unlink()
     assert not batch.is_done(lab, {"steps": 4}, stamped("stopped"))
 
 

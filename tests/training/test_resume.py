@@ -21,7 +21,7 @@ from labutils.labs.ladders import A2_BASE
 from labutils.layers.lora import adapter_state
 from labutils.training import Trainer
 from labutils.training.checkpoint import FILE, step_of
-from labutils.training.logs import NotFinite
+from labutils.training.loss_log import NotFinite
 from labutils.workloads import open_workload
 
 QUICK = EAGER.but(cache="latents+text")

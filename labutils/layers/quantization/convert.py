@@ -54,7 +54,7 @@ PRODUCTS = {
     "fp8-te": "fp8",
 }
 """Kind -> what its products are multiplied as, where that isn't the recipe's precision
-(`profiling.probe.RATES`).
+(`profiling.measured_rates.RATES`).
 """
 
 

@@ -98,7 +98,12 @@ def _evidence(bench: Benchmark, run: Run) -> Evidence:
         trace = profile(candidate.trainer, TRACED, folder, **options)
     step_ms, data_ms = run.samples["step_ms"][timed], run.samples["data_ms"][timed]
     slowed = max(1.0, trace.wall_ms / trace.steps / statistics.median(step_ms))  # by the profiler
-    writes = {"kind": "write", "place": "labutils/training/logs.py", "what": "", "per_step": 1.0}
+    writes = {
+        "kind": "write",
+        "place": "labutils/training/loss_log.py",
+        "what": "",
+        "per_step": 1.0,
+    }
     synchronous, fused = recipe.logging == "synchronous", recipe.optimizer == "adamw-fused"
     peak_gb, useful = run.metric("peak_allocated_gb"), run.metric("useful_tokens")
     texts = {} if useful is None else {"tokens": 1.0, "useful": useful}

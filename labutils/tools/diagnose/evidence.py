@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labutils.tools.diagnose.product_rates import Rates
+from labutils.tools.diagnose.matmul_rates import Rates
 from labutils.tools.diagnose.step_queue import Queue
 
 

@@ -13,7 +13,7 @@ from labutils.profiling.machine import default_device, usable_cores
 from labutils.profiling.trace import Trace
 from labutils.tools.diagnose import budget
 from labutils.tools.diagnose.evidence import Evidence, Line, Loader, Optimizer
-from labutils.tools.diagnose.product_rates import Rates
+from labutils.tools.diagnose.matmul_rates import Rates
 from labutils.tools.diagnose.step_queue import Queue, fitted
 from labutils.tools.diagnose.trace_pieces import queue_of, recomputed
 

@@ -25,7 +25,7 @@ from nbformat import NotebookNode
 from labutils.results import records, report
 from labutils.tools.handouts import documents, editions, index
 from labutils.tools.handouts.documents import Chapter
-from labutils.tools.run.validation import UsageError, path_of
+from labutils.tools.run.arguments import UsageError, path_of
 
 Records = Sequence[dict[str, Any]]
 MADE, A_LAB_LEFT_OUT, WRONG_USAGE = 0, 1, 2

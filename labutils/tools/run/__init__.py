@@ -9,7 +9,7 @@ the executed notebook shows how far it came (`kernel`). A lab whose executed not
 is done is not run again (`batch`). index.html leads to all of it (`index`).
 """
 
+from labutils.tools.run.arguments import NOTEBOOKS, Options, UsageError, find
 from labutils.tools.run.batch import ALL_RAN, STOPPED, run
-from labutils.tools.run.validation import NOTEBOOKS, Options, UsageError, find
 
 __all__ = ["ALL_RAN", "NOTEBOOKS", "STOPPED", "Options", "UsageError", "find", "run"]

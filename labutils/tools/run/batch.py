@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from labutils.results import records
 from labutils.tools.run import index
-from labutils.tools.run.kernel import Kernel, Outcome, part_of, run_lab
-from labutils.tools.run.validation import Lab, Options, find, results_folder, short, values_of
+from labutils.tools.run.arguments import Lab, Options, find, results_folder, short, values_of
+from labutils.tools.run.execute_lab import Kernel, Outcome, part_of, run_lab
 
 ALL_RAN, A_LAB_FAILED, STOPPED = 0, 1, 130
 SUMMING_UP = ("11",)

@@ -11,8 +11,8 @@ from urllib.parse import quote
 import nbformat
 
 from labutils.tools.pages import MARKDOWN, as_html, table, title_of
-from labutils.tools.run.kernel import Outcome
-from labutils.tools.run.validation import short
+from labutils.tools.run.arguments import short
+from labutils.tools.run.execute_lab import Outcome
 
 
 def write(

@@ -52,7 +52,7 @@ from functools import partial
 import matplotlib.pyplot as plt
 
 from labutils.course import plots
-from labutils.data import drawings
+from labutils.data import generated_images
 from labutils.labs.optional_tensorflow import (
     growth_run,
     run_of,
@@ -127,8 +127,8 @@ def pipelines(tf, files: list, resolution: int, batch: int) -> dict:
 # %%
 with lab.attempt("TensorFlow's input pipeline"):
     tf = tensorflow()
-    folder = lab.cache_dir / "images" / f"drawn-v{drawings.VERSION}-seed0"
-    pictures = drawings.draw_images(folder, 16 if tiny else 64)
+    folder = lab.cache_dir / "images" / f"drawn-v{generated_images.VERSION}-seed0"
+    pictures = generated_images.draw_images(folder, 16 if tiny else 64)
     runs = {}
     epoch = len(pictures) // 4
     for case, pipeline in pipelines(tf, pictures, resolution=512, batch=4).items():

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.training.logs import NotFinite, RingLog, SynchronousLog
-from labutils.training.memory_run import MemoryLog, read_log
+from labutils.training.loss_log import NotFinite, RingLog, SynchronousLog
+from labutils.training.memory_log import MemoryLog, read_log
 
 CPU = torch.device("cpu")
 ACCUMULATION = 3

@@ -6,12 +6,12 @@ import time
 import pytest
 import torch
 
-from labutils.profiling import cuda, probe
+from labutils.profiling import cuda, measured_rates
 from labutils.profiling.cuda_architectures import try_unlisted_architecture
 from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.machine import machine_facts
+from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.operations import course_operations, measure_operation
-from labutils.profiling.probe import measured_roofline, probe_machine
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def test_fp8_products_are_right():
     torch.manual_seed(0)
     a, b = torch.randn(256, 256, device="cuda"), torch.randn(256, 256, device="cuda")
     for rowwise in (False, True):
-        product = probe._fp8_product(a, b, rowwise)().float()
+        product = measured_rates._fp8_product(a, b, rowwise)().float()
         error = (product - a @ b.t()).norm() / (a @ b.t()).norm()
         # E4M3 rounds each number by up to 6 %, and errors cancel in the sum
         assert error < 0.06, rowwise

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from labutils.profiling import cuda
-from labutils.profiling.probe import probe_machine
+from labutils.profiling.measured_rates import probe_machine
 from labutils.tools.diagnose.step_queue import Product
 
 BUDGET_S = 4.0

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils.results import records
-from labutils.tools.run.validation import Lab, short
+from labutils.tools.run.arguments import Lab, short
 from labutils.training.child_process import end_marked
 
 MARK = "LABUTILS_KERNEL"

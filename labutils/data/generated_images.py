@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from labutils.data.files import drawn_files
+from labutils.data.file_cache import drawn_files
 
 SIDE = 1080
 """Pixels along each side of a captioned image."""
