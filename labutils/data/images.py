@@ -59,7 +59,7 @@ def leaf_images(
     cache_dir: str | Path, count: int, data: str = "generated", varied_for: int | None = None
 ) -> datasets.Dataset:
     """`count` photographs with their class: columns `image` (decoded when read) and `labels` (an
-    index of `drawings.LEAF_CLASSES`).
+    index of `generated_images.LEAF_CLASSES`).
 
     `data="generated"` draws JPEG files once into `cache_dir`, of 500 x 500 pixels or of varied
     sizes (`varied_for` tiles of so many pixels a side); `data="hub"` loads the first `count` of

@@ -28,7 +28,8 @@ from labutils.profiling.step_model import Bulk, Host, Law, Program, crossing
 from labutils.results import claims
 from labutils.workloads.base import Workload
 from labutils.workloads.causal_lm import GPT_OSS_120B, QWEN3_32B, Size, build_lm
-from labutils.workloads.decoder_workload import attended_pairs, count_flops, projections
+from labutils.workloads.decoder_flops import attended_pairs, count_flops
+from labutils.workloads.decoder_workload import projections
 
 BLACKWELL, H100 = "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5"
 RANK = 8

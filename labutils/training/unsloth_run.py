@@ -71,7 +71,7 @@ def check_unsloth(device: str) -> None:
 
 
 def train_with_unsloth(jobs: Mapping[str, Job], logs: Path, every: int = 10) -> dict[str, Run]:
-    """Name -> run of each job, its memory in `logs`/name.csv as `memory_run.followed` writes it.
+    """Name -> run of each job, its memory in `logs`/name.csv as `memory_log.followed` writes it.
 
     `first_step_s` is the first job's alone: its kernels are compiled then. A job that fails has its
     reason as status, and so have those that a process that dies or takes too long didn't get to.

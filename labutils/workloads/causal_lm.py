@@ -39,7 +39,8 @@ from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.layers.packed_attention import register_attention
 from labutils.recipe import Recipe
 from labutils.workloads.base import Batch, refuse, remembered
-from labutils.workloads.decoder_workload import DecoderSize, DecoderWorkload, ExampleSize, built_in
+from labutils.workloads.decoder_flops import DecoderSize
+from labutils.workloads.decoder_workload import DecoderWorkload, ExampleSize, built_in
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,8 @@ from labutils.data.tokenizers import hub_tokenizer, llava_processor, llava_token
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe
 from labutils.workloads.base import DTYPES, Batch, refuse, remembered
+from labutils.workloads.decoder_flops import DecoderSize
 from labutils.workloads.decoder_workload import (
-    DecoderSize,
     DecoderWorkload,
     ExampleSize,
     Published,

@@ -372,7 +372,8 @@ lab.predict("FLOPs, wide first against thin first", my_order, "x")
 # %%
 from labutils.layers import lora
 from labutils.workloads.causal_lm import QWEN3, build_lm
-from labutils.workloads.decoder_workload import decoder_shapes, projections
+from labutils.workloads.decoder_flops import decoder_shapes
+from labutils.workloads.decoder_workload import projections
 
 rank = 8
 lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)  # shapes that take no memory

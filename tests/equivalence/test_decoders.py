@@ -31,14 +31,8 @@ from labutils.training import Trainer
 from labutils.workloads import SCALES, open_workload
 from labutils.workloads.base import around_the_same
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
-from labutils.workloads.decoder_workload import (
-    FP8_ROWS,
-    TARGETS,
-    attended_pairs,
-    count_flops,
-    count_full_flops,
-    projections,
-)
+from labutils.workloads.decoder_flops import attended_pairs, count_flops, count_full_flops
+from labutils.workloads.decoder_workload import FP8_ROWS, TARGETS, projections
 from labutils.workloads.llava import SIZES, build_llava
 
 BASE = A3_BASE.but(precision="fp32", adapter="plain", driver="eager", logging="ring-buffer").but(

@@ -8,7 +8,7 @@
     sources          a record with its trace, or a trace alone (`trace_pieces`) -> `evidence`
     budget           shares the step's time out
     fixes            the rules: each replays the step's queue of work (`step_queue`) with one thing
-                     changed; `product_rates` measures what products take in another format
+                     changed; `matmul_rates` measures what products take in another format
     report           the diagnosis in words
     ablations        measures predicted gains on the course's own loop
 
