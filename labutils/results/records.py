@@ -285,13 +285,14 @@ def _is_cut_off(file: IO[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a results.jsonl: its sound `records`, and (line, what is wrong with it) of
-    all others. The file itself is left as it is.
+    """What was read of a results.jsonl: its sound `records`, (line, what is wrong with it) of all
+    others, and how many records were `migrated` from schema 1. The file itself is left as it is.
     """
 
     path: Path
     records: list[dict[str, Any]]
     passed_over: list[tuple[int, str]]
+    migrated: int = 0
 
     def complaint(self) -> str:
         """Which lines were passed over and why, and what to type; empty where none was."""
@@ -318,14 +319,15 @@ def read_file(path: Path) -> Reading:
             f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
             "you may read, as in: --results results/NAME"
         ) from None
-    records, passed_over = [], []
+    records, passed_over, migrated = [], [], 0
     for number, line in enumerate(lines, 1):
         read = _record_of(line) if line.strip() else None
         if isinstance(read, dict):
+            migrated += read.get("schema") == 1
             records.append(read | {"schema": SCHEMA})
         elif read:
             passed_over.append((number, read))
-    return Reading(path, records, passed_over)
+    return Reading(path, records, passed_over, migrated)
 
 
 def check_usable(readings: Sequence[Reading]) -> None:

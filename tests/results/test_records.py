@@ -156,6 +156,7 @@ def test_each_line_that_can_not_be_used_is_named_and_nothing_is_lost(tmp_path):
         *("workers=3", "by hand, no tags", "done")
     ]
     assert {record["schema"] for record in reading.records} == {records.SCHEMA}
+    assert reading.migrated == 1
     workers, by_hand = records.runs_of(reading.records)
     assert workers.tags == {"experiment": "workers", "workers": 3}
     assert by_hand.tags == {"experiment": "by hand, no tags"}
