@@ -210,6 +210,6 @@ def _print_sources(console: Any, page: Page) -> None:
     else:
         console.print("No results of this machine yet. Type: labutils run")
     if page.migrated:
-        console.print(f"{page.migrated} records have schema 1. Their tags were read off their names.")
+        console.print(f"{page.migrated} records have schema 1: their names gave them their tags.")
     for complaint in page.passed_over:
         console.print(f"Passed over: {complaint}", soft_wrap=True)
