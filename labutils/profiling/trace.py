@@ -41,6 +41,7 @@ from labutils.profiling.call_stacks import (
 )
 from labutils.profiling.intervals import Interval, Lookup, difference, overlap, total, union
 from labutils.profiling.kernel_categories import category_of, is_thin
+from labutils.profiling.utilization import gpu_busy
 
 PHASES = ("data", "to_device", "encode", "forward", "backward", "clip", "optimizer", "log")
 """Ranges that the training loop marks with `record_function`, in the order in which they run."""
@@ -598,7 +599,7 @@ class Trace:
             return metrics
         phases = self.host_breakdown().items()
         metrics |= {f"{phase}_idle_ms": row["idle_ms"] for phase, row in phases}
-        busy, traced_busy = metrics["kernels_share"], total(self.kernel_time) / self.wall_ms
+        busy, traced_busy = metrics["kernels_share"], gpu_busy(self.kernel_time, self.wall_ms)
         made = self.launches()
         captured = made["kernels"] >= 10 * (made["launches"] + made["graph_launches"])
         return metrics | {

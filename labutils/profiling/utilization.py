@@ -1,12 +1,12 @@
 """What a GPU does over time, by its driver: utilisation, power, energy. Without a GPU, what the CPU
 does.
 
-The course shows two figures, which are computed in two places:
+The course shows two figures:
 
-- *Utilisation*, here (`Utilization.share`): what the driver says. It is the share of the driver's
-  last sampling period (between 1/6 and 1 s, by the card) in which any kernel at all was running.
-- *GPU-busy*, in `trace` (`Trace.metrics()["gpu_busy"]`): the union of kernel intervals over the
-  time of the traced steps. It is exact for the few steps that it covers.
+- *Utilisation* (`Utilization.share`): what the driver says. It is the share of the driver's last
+  sampling period (between 1/6 and 1 s, by the card) in which any kernel at all was running.
+- *GPU-busy* (`gpu_busy`, which `trace` calls for the traced steps): the union of kernel intervals
+  over wall time. It is exact for the few steps that it covers.
 
 Neither says how much of the GPU a kernel used.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Self
 
@@ -23,9 +24,17 @@ import numpy as np
 import psutil
 
 from labutils.profiling.cuda import gpu_device
+from labutils.profiling.intervals import Interval, total, union
 from labutils.profiling.machine import usable_cores
 
 Reading = dict[str, float]
+
+
+def gpu_busy(kernels: Iterable[Interval], wall_ms: float) -> float:
+    """GPU-busy, 0..1: the time in which at least one of `kernels` (start and end in ms) ran, over
+    `wall_ms`.
+    """
+    return total(union(kernels)) / wall_ms
 
 
 class Utilization:
