@@ -44,7 +44,8 @@ def plain(*options: str) -> Diagnosis:
 
 def test_a_plain_loop_that_reads_slowly_and_writes_each_step():
     found = plain("--decode-ms", "3", "--log", "flush")
-    assert {"workers", "logging"} == {fix.name for fix in found.worth_it[:2]}
+    assert found.worth_it[0].name == "workers"
+    assert found.fix("logging").gain > 0  # how much depends on the disk
     lines = (SCRIPTS / "plain_loop.py").read_text("utf-8").splitlines()
     places = [int(place.split(":")[-1]) for place in found.fix("logging").sources]
     assert any("fsync" in lines[place - 1] for place in places)
