@@ -186,7 +186,10 @@ class Lab:
         and return them.
 
         A mapping's key names a run that has no name of its own. `lane` overrides the runs' lane.
+        Raises `LabError`, before anything is written, where there is no such lane.
         """
+        if lane is not None and lane not in records.LANES:
+            raise LabError(f"There is no lane {lane!r}. The lanes: {', '.join(records.LANES)}.")
         if isinstance(runs, Mapping):
             for name, run in runs.items():
                 run.run = run.run or name

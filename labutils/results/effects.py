@@ -35,7 +35,8 @@ class Effect:
 
     `low` and `high` bound the 95 % interval. `noise` is the same interval of the base measured
     again over the base; where that wasn't measured, the base's own p10 to p90 over its median
-    stands in. `again` says which. `base` and `changed` are the two values themselves.
+    stands in. Where the two runs are of different comparisons, it covers both. `again` says
+    whether the base was measured again. `base` and `changed` are the two values themselves.
     """
 
     value: float
@@ -108,8 +109,11 @@ def effect(base: Run, changed: Run, twice: Twice = None, metric: str = "step_ms"
     noise, again = None, bool(twice) and all(_in_rounds(run, metric) for run in twice)
     if again:
         noise = _ratio(*twice, metric)[0][1:]
-    elif not pairs and len(samples := _samples(base, metric)) >= FEWEST_SAMPLES:
-        noise = tuple(map(float, np.quantile(samples, (0.1, 0.9)) / np.median(samples)))
+    apart = base.comparison != changed.comparison  # base again saw nothing of that time
+    samples = _samples(base, metric)
+    if not pairs and (apart or not again) and len(samples) >= FEWEST_SAMPLES:
+        low, high = map(float, np.quantile(samples, (0.1, 0.9)) / np.median(samples))
+        noise = (min(low, noise[0]), max(high, noise[1])) if noise else (low, high)
     return Effect(*ratio, noise, metric_of(base, metric), metric_of(changed, metric), again)
 
 

@@ -393,6 +393,8 @@ def _unsound(record: Mapping[str, Any]) -> str:
             return f"has no object as its {key}"
     if not all(isinstance(tag, str | int | float) for tag in record.get("tags", {}).values()):
         return "has a tag that is neither text nor number"
+    if record.get("beside"):  # an earlier version ran labs side by side if asked to
+        return "was measured while other labs ran, so its times can't be judged"
     return ""
 
 

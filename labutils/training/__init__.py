@@ -6,7 +6,7 @@ profiling, results and the recipe.
     with Trainer(workload, recipe) as trainer: trainer.step()        to profile or to resume
 
 `trainer` builds and steps, `step` has the three drivers of an optimizer step, `benchmark` times.
-`batches` brings the data, `logs` takes the losses, `checkpoint` is the file to resume from.
+`batches` brings the data, `loss_log` takes the losses, `checkpoint` is the file to resume from.
 `distributed` shares a step with the other ranks; `launcher` starts them from a notebook, and
 `launch_worker` is what each of them does. `child_process` runs something in another process.
 """

@@ -213,9 +213,9 @@ class Benchmark:
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of
-        a run. Raises `KeyError` where there is no such recipe, or it failed.
+        a run. Raises `RuntimeError`, with the reason, where that recipe failed or isn't there.
         """
-        candidate = self.candidates[name]
+        candidate = self._working(name)
         candidate.settle()
         with Utilization() as utilization:
             measure(candidate.trainer, max(steps, math.ceil(WATCH_MS / candidate.step_ms)))
@@ -225,11 +225,18 @@ class Benchmark:
         """A trace of `steps` more optimizer steps, without Python stacks (`profiling.trace`).
 
         It settles inside the profiler, which takes a while to start: workers would make batches
-        ready meanwhile.
+        ready meanwhile. Raises as `watch` does.
         """
-        candidate = self.candidates[name]
+        candidate = self._working(name)
         wait = candidate.steps_to_settle
         return profile(candidate.trainer, steps, folder, with_stack=False, wait=wait)
+
+    def _working(self, name: str) -> Candidate:
+        if name in self.failed:
+            raise RuntimeError(f'"{name}" failed ({self.failed[name]}).')
+        if name not in self.candidates:
+            raise RuntimeError(f'"{name}" is not in this benchmark. Prepare it with compare().')
+        return self.candidates[name]
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:

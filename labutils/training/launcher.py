@@ -102,6 +102,8 @@ def launch(
             finally:  # after Ctrl-C as well
                 # A rank that is killed ends none of its DataLoader workers.
                 left = end_marked(MARK, mark)
+                while not wait([failures], LOOK_S).done:  # ranks that were only being started
+                    left += end_marked(MARK, mark)
         _look(folder, runs, each)  # what was written while the ranks were being ended
         log = _log(folder)
         message, first, step = "", None, None

@@ -78,6 +78,7 @@ def test_right_answers_in_other_forms_are_right(exercise, answer):
         ("07.1", "-32", "A number"),
         ("08.1", 150, "A tuple of 2"),
         ("11.1", {"inconclusive"}, "A word"),
+        ("10.3", [1, 2, 4, {9: 9}], "A set"),
     ],
 )
 def test_an_answer_of_another_form_is_told_which_one_is_asked_for(exercise, answer, form):

@@ -145,6 +145,9 @@ def test_a_kept_run_is_stamped_and_on_disk_at_once(lab):
     assert kept.machine == machine_facts()
     assert kept.versions["torch"] and kept.commit and kept.at
     assert kept.notebook.startswith("03_")
+    with pytest.raises(LabError, match="same work"):
+        lab.keep([run], lane="same works")
+    assert len(read_runs(lab.results_dir)) == 2
 
 
 @pytest.fixture

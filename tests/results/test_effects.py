@@ -90,6 +90,9 @@ def test_rounds_of_different_comparisons_are_no_pairs():
     base.comparison, same.comparison, other.comparison = "a", "a", "b"
     assert effect(base, same).low == pytest.approx(1.2) == effect(base, same).high
     assert effect(base, other).low < 1 < effect(base, other).high
+    steady, later = in_rounds(1, 0.01, 11), in_rounds(1.012, 0.001, 2)
+    later.comparison = "b"  # the base again saw nothing of that time
+    assert effect(steady, later, (steady, in_rounds(1, 0.0001, 3))).direction == 0
     base.comparison = other.comparison = ""  # a record from before comparisons had an id
     assert effect(base, other).high == pytest.approx(1.2)
 

@@ -139,6 +139,7 @@ LINES = (
     ('{"lab": "03", "run": 3}', "run"),
     ('{"lab": "03", "run": "x", "metrics": [1]}', "metrics"),
     ('{"lab": "03", "run": "x", "tags": {"experiment": []}}', "tag"),
+    ('{"schema": 2, "lab": "03", "run": "x", "beside": 3}', "other labs"),
     ('{"lab": "03", "at": ' + "9" * 5000 + "}", "limits"),
     ("[" * 100_000, "limits"),
     ('{"schema": 2, "lab": "03", "run": "by hand, no tags", "invented": 1}', ""),

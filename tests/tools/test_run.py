@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import signal
 import sys
 from pathlib import Path
 
@@ -168,6 +169,16 @@ def test_ctrl_c_ends_the_lab_that_runs_and_starts_no_other(notebook, run, result
     assert status_of(results_folder, "stops") == "stopped"
     assert [kept.lab for kept in read_runs(results_folder)] == ["stops"]
     assert str(results_folder) in said.splitlines()[-1]
+
+
+def test_nohup_is_respected():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with batch._Stop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+        assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("limit", [3, 1e-6])

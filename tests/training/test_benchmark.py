@@ -177,6 +177,11 @@ def test_a_name_in_a_benchmark_is_one_recipe(workload):
         with pytest.raises(ValueError, match="already another recipe"):
             bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
         assert set(bench.candidates) == {"a"}
+        with pytest.raises(RuntimeError, match='"b" is not in'):
+            bench.watch("b")
+        bench.failed["c"] = "oom"
+        with pytest.raises(RuntimeError, match=r'"c" failed \(oom\)'):
+            bench.profile("c", None)
 
 
 # ------------------------------------------------------------------------------ rounds

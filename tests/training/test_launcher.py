@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -137,6 +141,19 @@ def test_ranks_that_cannot_be_started_or_hang_are_stopped(options, told):
     ended = launch([], 2, "cpu", **options)
     assert told in ended.message
     assert all(child.status() == "zombie" for child in psutil.Process().children(recursive=True))
+
+
+def test_ranks_that_start_while_the_launch_is_ended_are_ended(monkeypatch):
+    def start(ranks, folder, variables):
+        time.sleep(1.5)  # elastic is being imported, say
+        asleep = [sys.executable, "-c", "import time; time.sleep(30)"]
+        subprocess.run(asleep, env=os.environ | variables, check=False)
+        return {}
+
+    monkeypatch.setattr(launcher, "_start", start)
+    began = time.monotonic()
+    assert len(launch([], 1, "cpu", timeout_s=0).left) == 1
+    assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@ of its own.
 
     code = run(["00", "03"], Options(scale="tiny"))
 
-What a person can get wrong is checked before anything runs (`validation`). After that a lab may
+What a person can get wrong is checked before anything runs (`arguments`). After that a lab may
 raise, die or hang, and the others still run; Ctrl-C ends the run. What was measured is kept, and
-the executed notebook shows how far it came (`kernel`). A lab whose executed notebook says that it
-is done is not run again (`batch`). index.html leads to all of it (`index`).
+the executed notebook shows how far it came (`execute_lab`). A lab whose executed notebook says that
+it is done is not run again (`batch`). index.html leads to all of it (`index`).
 """
 
 from labutils.tools.run.arguments import NOTEBOOKS, Options, UsageError, find

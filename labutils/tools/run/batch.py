@@ -63,14 +63,17 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
 
 
 class _Stop:
-    """Ctrl-C, SIGTERM and SIGHUP end the `kernel` that runs and are remembered as `asked`."""
+    """Ctrl-C, SIGTERM and SIGHUP end the `kernel` that runs and are remembered as `asked`. Under
+    nohup a terminal that closes (SIGHUP) stays ignored.
+    """
 
     def __init__(self) -> None:
         self.asked = False
         self.kernel: Kernel | None = None
 
     def __enter__(self) -> Self:
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        numbers += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
         self._handlers = {number: signal.signal(number, self._end) for number in numbers}
         return self
 
