@@ -34,12 +34,10 @@ def results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def full_float32() -> Iterator[None]:
     """No TF32: for tests that compare against float32 on a GPU."""
-    import torch
+    from labutils.layers.cuda_graph import float32_rounded
 
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    with float32_rounded("nothing"):
+        yield
 
 
 @pytest.fixture

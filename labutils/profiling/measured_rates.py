@@ -132,7 +132,7 @@ def _matrix_rate(dtype: str, device: str) -> list[float]:
     card's power limit, and its clock falls (`rate_over_time` shows it). In a training step products
     come in bursts, too.
     """
-    with _fp32_products_as("high" if dtype == "tf32" else "highest"):
+    with products_as(dtype):
         call, size = _timeable_product(dtype, device)
         times = cuda.timed_in_bursts(call) if device == "cuda" else cuda.timed(call, budget_s=0.4)
     return [2 * size**3 / (ms * 1e9) for ms in times]
@@ -165,7 +165,7 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
     """
     device = "cuda" if cuda.available() else "cpu"
     try:
-        with _fp32_products_as("high" if dtype == "tf32" else "highest"):
+        with products_as(dtype):
             call, size = _timeable_product(dtype, device)
             times = cuda.timed(call, budget_s=seconds, at_least=points, at_most=10**6)
     except Unsupported as error:
@@ -178,23 +178,22 @@ def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[t
 
 
 @contextmanager
-def _fp32_products_as(precision: str) -> Iterator[None]:
-    """How PyTorch multiplies fp32 matrices for a while ("highest": as fp32, "high": TF32 may be
-    used).
+def products_as(dtype: str) -> Iterator[None]:
+    """A context in which PyTorch multiplies fp32 matrices as such, or, for "tf32", rounds their
+    inputs to TF32.
 
-    Beside this setting PyTorch keeps one for each backend, which setting it changes from "none" to
-    a value for good. Compiled code is cached under those values: left changed, they would hide what
-    other processes compiled.
+    It changes each backend's own setting alone. PyTorch raises where one reads the older setting
+    (`allow_tf32`, `get_float32_matmul_precision`) and the two contradict each other. Compiled code
+    is cached under these values: left changed, they would hide what other processes compiled.
     """
-    before = torch.get_float32_matmul_precision()
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    theirs = [backend.fp32_precision for backend in backends]
-    torch.set_float32_matmul_precision(precision)
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
-        for backend, value in zip(backends, theirs, strict=True):
+        for backend, value in zip(backends, before, strict=True):
             backend.fp32_precision = value
 
 

@@ -11,7 +11,7 @@ import torch
 from recipes_at_work import PLAIN, adapter_gradients, assert_same_gradients, copied, perturb, watch
 from torch import Tensor
 
-from labutils.layers.cuda_graph import WARM_UP, Captured
+from labutils.layers.cuda_graph import WARM_UP, Captured, float32_rounded
 from labutils.layers.lora import adapter_state
 from labutils.recipe import Recipe
 from labutils.training import Trainer
@@ -32,10 +32,8 @@ MERGED = {"micro_batch": 4, "accumulation": 1}
 @pytest.fixture(scope="module", autouse=True)
 def full_float32():
     """No TF32: what is compared is float32."""
-    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    with float32_rounded("nothing"):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from labutils.profiling import cuda
-from labutils.profiling.measured_rates import probe_machine
+from labutils.profiling.measured_rates import probe_machine, products_as
 from labutils.tools.diagnose.step_queue import Product
 
 BUDGET_S = 4.0
@@ -87,22 +87,19 @@ def _timed(product: Product, device: str) -> float | None:
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     options = {"device": device, "dtype": kinds.get(product.dtype, torch.float32)}
     several = 10 if device == "cuda" else 1
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if product.dtype == "tf32" else "highest")
     try:
-        a, b = torch.randn(count, m, k, **options), torch.randn(count, k, n, **options)
-        if count == 1:
-            a, b = a[0], b[0]
-        out = torch.matmul(a, b)
+        with products_as(product.dtype):
+            a, b = torch.randn(count, m, k, **options), torch.randn(count, k, n, **options)
+            if count == 1:
+                a, b = a[0], b[0]
+            out = torch.matmul(a, b)
 
-        def burst() -> None:
-            for _ in range(several):
-                torch.matmul(a, b, out=out)
+            def burst() -> None:
+                for _ in range(several):
+                    torch.matmul(a, b, out=out)
 
-        burst()
-        call = (cuda.graph_of(burst) if device == "cuda" else None) or burst
-        return statistics.median(cuda.timed(call, budget_s=0.02, at_least=3)) / several
+            burst()
+            call = (cuda.graph_of(burst) if device == "cuda" else None) or burst
+            return statistics.median(cuda.timed(call, budget_s=0.02, at_least=3)) / several
     except (RuntimeError, ValueError):
         return None
-    finally:
-        torch.set_float32_matmul_precision(before)
