@@ -17,6 +17,7 @@ import os
 import sys
 from contextlib import suppress
 from ctypes import CDLL
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ class OneCudnn:
     @classmethod
     def find_spec(cls, name: str, *_: Any) -> None:
         """Python asks this before it looks for a module; it finds none, and so Python goes on."""
-        if name != "transformer_engine":
+        # Libraries look for it where it isn't installed, too: then there is nothing to load for.
+        if name != "transformer_engine" or PathFinder.find_spec(name) is None:
             return
         with suppress(ImportError):
             import nvidia.cudnn  # PyTorch's, a folder

@@ -113,6 +113,10 @@ def test_transformer_engine_finds_pytorchs_whole_cudnn_loaded(monkeypatch, tmp_p
 
     monkeypatch.setattr(labutils, "CDLL", load)
     assert labutils.OneCudnn in sys.meta_path
+    monkeypatch.setattr(sys, "path", [])
+    assert labutils.OneCudnn.find_spec("transformer_engine") is None and not loaded
+    (tmp_path / "transformer_engine.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert labutils.OneCudnn.find_spec("transformer_engine") is None
     assert loaded == [f"libcudnn{part}.so.9" for part in ("_graph", "_ops", "", "_adv")]
 

@@ -16,7 +16,6 @@ from torch import nn
 from labutils.layers.quantization import nf4_math
 from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_linear import (
-    INPUTS,
     MULTIPLE,
     FrozenFP8Linear,
 )
@@ -36,7 +35,7 @@ def layer_pair(kind, k=256, n=128, bias=True, seed=0):
 
 
 @each_kind
-@pytest.mark.parametrize("dtype", INPUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(5, 57, 256), (256,)])
 def test_forward_and_gradient_are_float32s_to_within_the_rounding(kind, shape, dtype):
     linear, frozen = layer_pair(kind)

@@ -41,7 +41,6 @@ FAST_ACCUM = True
 """Let the tensor cores add up products in their own, shorter registers (about 14 bits on Hopper)
 instead of moving partial sums to float32 every few terms. That error is far below the 3 bits' own
 (tests/gpu/test_fp8_gpu holds it to a tenth), and the row-wise kernel is markedly slower without."""
-INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class FrozenLinear(nn.Module):
