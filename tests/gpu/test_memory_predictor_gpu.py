@@ -21,26 +21,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=lab09_peak_memory.GRID)
-def workload(request):
-    """One after the other: two of 8 billion parameters would fill the card."""
-    opened = open_workload(request.param, scale_for(machine_facts()))
-    yield on_drawn_latents(opened) if request.param == "sd15-lora" else opened
-    make_room(opened)
-
-
-@pytest.mark.parametrize("mode", ["off", "blocks", "selective"])
-def test_the_peak_is_predicted_within_a_tenth(workload, mode):
-    recipe = lab09_peak_memory.GRID[workload.name].but(checkpointing=mode)
-    run = lab09_peak_memory.predicted_and_recorded(workload, recipe, "it")
-    shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in run.metrics.items()}
-    assert abs(run.metric("off")) < 0.1, shown
-    # The record is the allocator's own: its peak is the counter's.
-    peak = sum(run.metrics.get(f"{kind}_gb", 0.0) for kind in KINDS)
-    assert peak == pytest.approx(run.metric("peak_gb"), rel=0.02)
-    assert run.metric("peak_reserved_gb") >= run.metric("peak_gb")
-
-
 def test_the_history_is_read_as_the_allocator_writes_it():
     kept = torch.empty(1000, device="cuda")
     with AllocatorRecord() as record:
@@ -74,3 +54,23 @@ def test_a_limited_process_runs_out_and_comes_back():
         fits = lambda batch: tries.append(trainer.fits(batch)) or tries[-1]
         assert 2 <= lab09_peak_memory.largest_batch(fits, start=4) <= 8
         assert tries.count(False) <= 3
+
+
+@pytest.fixture(scope="module", params=lab09_peak_memory.GRID)
+def workload(request):
+    """One after the other: two of 8 billion parameters would fill the card."""
+    opened = open_workload(request.param, scale_for(machine_facts()))
+    yield on_drawn_latents(opened) if request.param == "sd15-lora" else opened
+    make_room(opened)
+
+
+@pytest.mark.parametrize("mode", ["off", "blocks", "selective"])
+def test_the_peak_is_predicted_within_a_tenth(workload, mode):
+    recipe = lab09_peak_memory.GRID[workload.name].but(checkpointing=mode)
+    run = lab09_peak_memory.predicted_and_recorded(workload, recipe, "it")
+    shown = {k: round(v, 2) if isinstance(v, float) else v for k, v in run.metrics.items()}
+    assert abs(run.metric("off")) < 0.1, shown
+    # The record is the allocator's own: its peak is the counter's.
+    peak = sum(run.metrics.get(f"{kind}_gb", 0.0) for kind in KINDS)
+    assert peak == pytest.approx(run.metric("peak_gb"), rel=0.02)
+    assert run.metric("peak_reserved_gb") >= run.metric("peak_gb")
