@@ -27,7 +27,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from labutils.course import parameters, tables
+from labutils.course import parameters, recorded, tables
 from labutils.profiling import cuda
 from labutils.profiling.machine import default_device, machine_facts, meant_for, scale_for
 from labutils.recipe import Recipe, is_finite
@@ -285,20 +285,29 @@ class Lab:
         self._record(status="prediction", topic=topic, value=value, unit=unit)
         self.show(f"Kept: you predict {value:g} {unit} for *{topic}*.")
 
-    def done(self, truths: Mapping[str, float | None] | None = None) -> None:
+    def done(
+        self,
+        truths: Mapping[str, float | None] | None = None,
+        h200: Mapping[str, float | None] | None = None,
+    ) -> None:
         """Score the predictions against `truths` (topic -> measured value), and mark the lab as
-        done.
+        done. A topic that this machine couldn't measure is scored against our `h200`'s value.
         """
         rows = [("prediction", "you", "measured", "off by")]
-        for topic, truth in (truths or {}).items():
-            if truth is None or not is_finite(truth) or topic not in self._predictions:
+        here, there = (
+            {topic: truth for topic, truth in (known or {}).items() if truth is not None}
+            for known in (truths, h200)
+        )
+        for topic, truth in (there | here).items():
+            if not is_finite(truth) or topic not in self._predictions:
                 continue
             guess, unit = self._predictions[topic]
             self._record(status="score", topic=topic, value=guess, measured=truth, unit=unit)
             off = f"{abs(guess - truth):.3g}"
             if guess > 0 and truth > 0:
                 off = f"{max(guess, truth) / min(guess, truth):.2f}x"
-            rows.append((topic, f"{guess:g} {unit}", f"{truth:.3g} {unit}", off))
+            where = "" if topic in here else ", on the H200"
+            rows.append((topic, f"{guess:g} {unit}", f"{truth:.3g} {unit}{where}", off))
         self.table(*rows)
         seconds = round(time.perf_counter() - self._opened, 1)
         sources = records.told_sources()
@@ -321,29 +330,6 @@ class Lab:
         """Our H200's runs of this lab that have these tags, the newest of each."""
         return records.read_runs(records.REFERENCE).newest().select(self.number, **tags)
 
-    def runs_table(
-        self,
-        runs: Iterable[Run],
-        columns: Mapping[str, str] | Callable[[list[Run]], Any],
-        **tags: Tag,
-    ) -> None:
-        """Show `runs` as a table, and below it the same of our H200's runs that have these `tags`.
-
-        columns: metric or tag -> its heading; or what makes a DataFrame of runs that went well.
-        """
-        if text := tables.as_table(tables.columns_of(runs, columns)):
-            self.show(text)
-        if not tags or self._results.path.resolve() == Path(records.REFERENCE).resolve():
-            return  # what is kept here may itself be the reference
-        theirs = list(self.references(**tags))
-        if text := tables.as_table(tables.columns_of(theirs, columns)):
-            card = str(theirs[0].machine.get("gpu", "machine")).removeprefix("NVIDIA ")
-            days = sorted({run.at.partition("T")[0] for run in theirs})
-            when = " to ".join(dict.fromkeys((days[0], days[-1])))
-            self.show(f"**The same on our {card}**, scale {theirs[0].scale}, {when}:\n\n{text}")
-        else:
-            self.show("*Nothing of this is on record from our H200 yet, to compare with.*")
-
     def verdict(self, *claims: str) -> None:
         """Show published | H200 | here | verdict for the claim ids. It returns nothing: a notebook
         would print what its cell ends with."""
@@ -361,9 +347,10 @@ class Lab:
         """Try what may not work on this machine: a failure is explained, kept as a run, and the lab
         goes on. What the machine lacks is raised inside as `Unavailable`.
 
-        `what` says it in a few words. `tags` are those of the run: the failure is kept as that run,
-        and our H200's run is shown instead. `instead()` shows what the H200 did in a better way
-        than as that run's numbers. Ctrl-C is no failure and passes through.
+        `what` says it in a few words. `tags` are those of the run: the failure is kept as that run.
+        What the same cell printed on our H200 is shown instead, or, where that isn't on record, the
+        numbers of our H200's run; or `instead()` shows something better. Ctrl-C is no failure and
+        passes through.
         """
         status = ""
         try:
@@ -382,6 +369,9 @@ class Lab:
         self.show(f"**{what}: not on this machine.** {explain(status)}")
         if instead:
             instead()
+        elif printed := recorded.outputs_of(self.number, recorded.source_of_this_cell()):
+            self.show("**On an H200 this cell printed:**")
+            recorded.replay(printed)
         elif tags:
             self.show(_as_markdown(self.reference(**tags), run.label))
 
@@ -416,9 +406,36 @@ class Lab:
         if text := tables.as_table(*rows) or otherwise:
             self.show(text)
 
+    def show(
+        self,
+        what: str | Mapping[str, Run] | Iterable[Run],
+        columns: Sequence[str] | Mapping[str, str] | Callable[[list[Run]], Any] = (),
+        **tags: Tag,
+    ) -> None:
+        """Show a text, Markdown in a notebook; or runs as a table with these `columns`, and below
+        it the same of our H200's runs that have these `tags`.
+
+        columns: names of metrics, or "speed-up" (`tables.speed_up`); or metric or tag -> its
+        heading; or what makes a DataFrame of runs that went well.
+        """
+        if isinstance(what, str):
+            return self._show(what)
+        runs = what.values() if isinstance(what, Mapping) else what
+        if text := tables.as_table(tables.columns_of(runs, columns)):
+            self._show(text)
+        if not tags or self._results.path.resolve() == Path(records.REFERENCE).resolve():
+            return  # what is kept here may itself be the reference
+        theirs = list(self.references(**tags))
+        if text := tables.as_table(tables.columns_of(theirs, columns)):
+            card = str(theirs[0].machine.get("gpu", "machine")).removeprefix("NVIDIA ")
+            days = sorted({run.at.partition("T")[0] for run in theirs})
+            when = " to ".join(dict.fromkeys((days[0], days[-1])))
+            self._show(f"**The same on our {card}**, scale {theirs[0].scale}, {when}:\n\n{text}")
+        else:
+            self._show("*Nothing of this is on record from our H200 yet, to compare with.*")
+
     @staticmethod
-    def show(text: str) -> None:
-        """Markdown in a notebook, plain text elsewhere."""
+    def _show(text: str) -> None:
         if _in_kernel():
             from IPython.display import Markdown, display
 

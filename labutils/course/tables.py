@@ -9,11 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from labutils.results.effects import time_effect
 from labutils.results.judges import Judgement
 from labutils.results.records import Run, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
+
+HEADINGS = {
+    "gpu_busy": "GPU-busy",
+    "gpu_utilization": "utilisation",
+    "kernels_per_step": "kernels a step",
+    "launches_per_step": "launches a step",
+    "syncs_per_step": "synchronisations a step",
+    "mfu": "MFU",
+}
+UNITS = {"ms": "ms", "us": "µs", "s": "s", "gb": "GB", "mb": "MB"}
+SPEED_UP = "speed-up"
+"""A column that isn't a metric: the time of the base's step over that of the row's."""
 
 
 def as_table(head: Sequence[str] | pd.DataFrame, *rows: Sequence[Any]) -> str:
@@ -34,18 +47,45 @@ def as_table(head: Sequence[str] | pd.DataFrame, *rows: Sequence[Any]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def heading(metric: str) -> str:
+    """A column's heading: "step_ms" is "step, ms"."""
+    name, _, end = metric.rpartition("_")
+    plain = f"{name}, {UNITS[end]}" if end in UNITS else metric
+    return HEADINGS.get(metric, plain.replace("_", " "))
+
+
 def columns_of(
-    runs: Iterable[Run], columns: Mapping[str, str] | Callable[[list[Run]], pd.DataFrame]
+    runs: Iterable[Run],
+    columns: Sequence[str] | Mapping[str, str] | Callable[[list[Run]], pd.DataFrame],
 ) -> pd.DataFrame:
     """A DataFrame of those of `runs` that went well, or an empty one where none did.
 
-    columns: metric or tag -> its heading; or what makes the DataFrame of the runs.
+    columns: metrics, of which the heading is made, behind the run's tags; or metric or tag -> its
+    heading; or what makes the DataFrame of the runs.
     """
     runs = [run for run in runs if run.ok]
     frame = to_frame(runs)
     if callable(columns):
         return columns(runs) if runs else frame
+    if not isinstance(columns, Mapping):
+        columns = {"run": "", **{name: heading(name) for name in columns}}
+    if SPEED_UP in columns:
+        frame[SPEED_UP] = [speed_up(run, runs) for run in runs]
     return frame.reindex(columns=list(columns)).rename(columns=columns)
+
+
+def speed_up(run: Run, runs: Sequence[Run]) -> str | None:
+    """How many times as fast a step of `run` is as one of its base, which is the first of `runs`
+    that was compared with it, with the 95 % interval: "1.42x (1.38 to 1.45x)"; None for the base.
+    """
+    compared = [other for other in runs if other.comparison == run.comparison]
+    base, twice = compared[0], next((r for r in compared if r.tags.get("again")), None)
+    found = time_effect(base, run, twice) if run is not base else None
+    if not found:
+        return None
+    value, low, high = (f"{1 / x:.2f}x" for x in (found.value, found.high, found.low))
+    unsteady = ", unsteady machine" if found.unsteady else ""
+    return f"{value} ({low.removesuffix('x')} to {high}{unsteady})"
 
 
 def verdict_table(judgements: Iterable[Judgement]) -> str:

@@ -407,7 +407,7 @@ lab.keep(trials);
 # %%
 columns = {"run": "12 workers and a /dev/shm", "shm_gb": "of, GB", "outcome": "what happened"}
 columns |= {"batches": "batches that arrived", "wanted": "of", "peak_gb": "most in use, GB"}
-lab.runs_table(trials.values(), columns, experiment="shm")
+lab.show(trials.values(), columns, experiment="shm")
 said = trials["tiny"].metrics.get("message") or trials["tiny"].status
 lab.show(f"What the first one said:\n```\n{said}\n```")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure");

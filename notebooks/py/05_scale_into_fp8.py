@@ -543,7 +543,7 @@ for name, compiled in kinds:
 # %%
 columns = {"run": "base_linear", "bytes_a_parameter": "bytes a parameter"}
 columns |= {"bytes_a_parameter_running": "while running", "step_ms": "both passes, ms"}
-lab.runs_table(costs, columns, experiment="layer")
+lab.show(costs, columns, experiment="layer")
 
 # %% [markdown]
 # The kinds are:

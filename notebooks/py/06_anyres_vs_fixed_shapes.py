@@ -247,7 +247,7 @@ def show_cells(*methods: str) -> None:
         frame = lab06_anyres.cell_table(runs, methods)
         return frame.reindex(columns=list(cell_columns)).rename(columns=cell_columns)
 
-    lab.runs_table(cells, table, experiment="methods")
+    lab.show(cells, table, experiment="methods")
     failed = [(run.label, run.status) for run in cells if not run.ok]
     lab.table(("not measured", "why"), *failed, otherwise="Every row could be measured.")
 
@@ -405,7 +405,7 @@ compiler_columns = {
     "recompilations": "recompilations",
     "given_up": "given up",
 }
-lab.runs_table(cells, compiler_columns, experiment="methods")
+lab.show(cells, compiler_columns, experiment="methods")
 
 # %%
 lab.verdict(
@@ -493,7 +493,7 @@ replayed = lab.measured_together(
 )
 columns = {"run": "run", "tokens": "tokens a step", "ms_per_1k_tokens": "ms for 1000 tokens"}
 columns["peak_allocated_gb"] = "memory, GB"
-lab.runs_table(replayed.values(), columns, experiment="replay")
+lab.show(replayed.values(), columns, experiment="replay")
 lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause")
 # %% [markdown]
 # Read the last column but one. Whatever *varying* and *static* differ by is all that constant shapes can give. The
@@ -612,7 +612,7 @@ def in_form(name: str) -> Run:
 formed = [lab.measured(f"form: {name}", forms[name], partial(in_form, name)) for name in forms]
 columns = {"run": "form", "tokens_per_s": "tokens/s", "useful_tokens_per_s": "useful tokens/s"}
 columns["useful_tokens"] = "useful share of tokens"
-lab.runs_table(formed, columns, experiment="forms")
+lab.show(formed, columns, experiment="forms")
 
 # %% [markdown]
 # (The numbers in the names are token counts at `full`; smaller scales have smaller tiles. On a CPU a packed row is slow:
@@ -685,7 +685,7 @@ plots.differences(
     "final loss against BF16's of the same seed, %",
 )
 plt.show()
-lab.runs_table(kept.values(), lab06_anyres.loss_table, experiment="loss")
+lab.show(kept.values(), lab06_anyres.loss_table, experiment="loss")
 lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss", "A2.qlora.loss")
 # %% [markdown]
 # Each dot compares a method with BF16 on one seed. Dots close together on one side of the line: the method makes the same
@@ -745,7 +745,7 @@ plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")
 plt.show()
 columns = {"run": "rung", "lane": "lane", "ms_per_1k_useful_tokens": "ms for 1000 useful tokens"}
 columns["useful_tokens_per_s"] = "useful tokens/s"
-lab.runs_table(climbed.values(), columns, experiment="ladder")
+lab.show(climbed.values(), columns, experiment="ladder")
 
 # %% [markdown]
 # Be careful when you compare across lanes. In *same mathematics* a packed row holds several examples, so the gradient is

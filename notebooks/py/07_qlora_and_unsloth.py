@@ -513,7 +513,7 @@ columns = {
     "peak_allocated_gb": "peak memory, GB",
     "peak_reserved_gb": "reserved, GB",
 }
-lab.runs_table(runs.values(), columns, experiment="methods")
+lab.show(runs.values(), columns, experiment="methods")
 
 # %%
 fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), sharey=True)
@@ -637,7 +637,7 @@ for chosen in measured:
 
 # %%
 those = [*(runs[name] for name in bundle), *memory.values()]
-lab.runs_table(those, lab07_qlora.bundle_table, texts="long")
+lab.show(those, lab07_qlora.bundle_table, texts="long")
 
 # %%
 lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
@@ -752,7 +752,7 @@ changes = {
 lab.table(
     ("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed)
 )
-lab.runs_table(climbed.values(), lab07_qlora.rungs_table, experiment="ladder")
+lab.show(climbed.values(), lab07_qlora.rungs_table, experiment="ladder")
 
 # %%
 targets = lab07_qlora.reached(climbed, Runs(runs.values()))
@@ -820,7 +820,7 @@ with lab.attempt("A step by kind", experiment="step by kind"):
         None,
         lambda: lab07_qlora.step_by_kind(texts["long"], recipes["blocks compiled"], folder),
     )
-    lab.runs_table([traced], kinds, experiment="step by kind")
+    lab.show([traced], kinds, experiment="step by kind")
 
 # %% [markdown]
 # Hold *GEMM* and *attention* together against the floor: nearly all of the floor's arithmetic is in these two, and they

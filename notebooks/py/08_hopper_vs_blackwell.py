@@ -329,7 +329,7 @@ def predictions(runs: list[Run]) -> pd.DataFrame:
     )
 
 
-lab.runs_table(measured_steps, predictions, experiment="steps")
+lab.show(measured_steps, predictions, experiment="steps")
 
 # %%
 if measured_steps:
@@ -398,7 +398,7 @@ def speeds(runs: list[Run]) -> pd.DataFrame:
 
 on_long = [r for r in measured_steps if (r.tags["model"], r.tags["texts"]) == ("moe", "long")]
 if on_long:
-    lab.runs_table(on_long, speeds, experiment="steps", model="moe", texts="long")
+    lab.show(on_long, speeds, experiment="steps", model="moe", texts="long")
 
 # %% [markdown]
 # Read *launches* and *kernels* together. Where launches fall and the kernels' time hardly changes, what is gained was
@@ -469,7 +469,7 @@ def with_delays(runs: list[Run]) -> pd.DataFrame:
     return frame.reindex(columns=list(columns)).rename(columns=columns)
 
 
-lab.runs_table(delayed_runs, with_delays, experiment="steps")
+lab.show(delayed_runs, with_delays, experiment="steps")
 
 # %%
 with lab.attempt("When the Blackwell card wins", experiment="flip"):

@@ -171,7 +171,7 @@ fig, ax = plt.subplots()
 plots.steps(ax, runs)
 plt.show()
 print(f"A step of {recipes['base'].examples_per_step} examples:")
-lab.runs_table(runs.values(), lab09_toggles.switch_table, experiment="toggles")
+lab.show(runs.values(), lab09_toggles.switch_table, experiment="toggles")
 
 # %% [markdown]
 # **Does the GPU set the pace, or the host?** The row *accumulation* tells. It gives the GPU one example at a time,
@@ -192,7 +192,7 @@ def one_by_one(runs: list[Run]) -> pd.DataFrame:
     return pd.DataFrame([row | {"ms of each, one after the other": each}])
 
 
-lab.runs_table(runs.values(), one_by_one, experiment="toggles")
+lab.show(runs.values(), one_by_one, experiment="toggles")
 
 # %%
 effects = [
@@ -300,7 +300,7 @@ columns = {
     "gradient_error": "gradient off by",
     "lost_share": "gradients that became 0",
 }
-lab.runs_table(numbers.values(), columns, experiment="numbers")
+lab.show(numbers.values(), columns, experiment="numbers")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts");
 
 # %% [markdown]
@@ -336,7 +336,7 @@ columns = {
     "state_bytes": "bytes of state a number",
     "update_error": "ten updates off by",
 }
-lab.runs_table(optimizers.values(), columns, experiment="optimizer")
+lab.show(optimizers.values(), columns, experiment="optimizer")
 
 # %% [markdown]
 # An update is limited by memory bandwidth: every trained number is read and written together with its gradient and both
@@ -409,7 +409,7 @@ for mode in modes:
 draw_timelines(ready, "Stable Diffusion")
 
 # %%
-lab.runs_table(told.values(), peaks_by_kind, experiment="memory", workload=ready.name)
+lab.show(told.values(), peaks_by_kind, experiment="memory", workload=ready.name)
 
 # %% [markdown]
 # The last column of *all kept* answers the prediction. (The batch isn't section 1's, and so the peak isn't either:
@@ -433,7 +433,7 @@ draw_timelines(texts, "Qwen3, two long texts")
 
 # %%
 of_texts = [run for (work, _), run in told.items() if work == texts.name]
-lab.runs_table(of_texts, peaks_by_kind, experiment="memory", workload=texts.name)
+lab.show(of_texts, peaks_by_kind, experiment="memory", workload=texts.name)
 
 # %% [markdown]
 # The logits: one number for each token and each word of the vocabulary, and at the worst moment three float32 copies
@@ -495,7 +495,7 @@ def predictions(runs: list[Run]) -> pd.DataFrame:
     )
 
 
-lab.runs_table(told.values(), predictions, experiment="memory")
+lab.show(told.values(), predictions, experiment="memory")
 worst = max((abs(run.metric("off")) for run in told.values()), default=None)
 metrics = {"worst_off": worst} if worst is not None else {}
 lab.keep(Run("09", "predictor", metrics=metrics, tags={"experiment": "predictor"}));
@@ -652,7 +652,7 @@ with lab.attempt(
     searches = measured("largest batch, ", ("from the prediction", "accelerate, from 16"), searched)
     columns = {"search": "search", "predicted": "predicted", "largest": "largest batch"}
     columns |= {"tries": "tries", "failures": "of them out of memory"}
-    lab.runs_table(searches.values(), columns)
+    lab.show(searches.values(), columns)
 
 # %% [markdown]
 # **Takeaway.** Every failure costs a step and a clean-up, and leaves the cache fragmented. So start at a prediction; if
@@ -692,7 +692,7 @@ on_the_gpu = "decode: JPEG, GPU"
 with lab.attempt("JPEG decoded on the GPU", experiment="decode", format="JPEG", on_gpu=True):
     decoding[on_the_gpu] = lab.measured(on_the_gpu, None, pictures.decoding_on_gpu)
 columns = {"run": "form", "mb": "MB a file", "read_ms": "ms to read", "decode_ms": "ms to decode"}
-lab.runs_table(decoding.values(), columns, experiment="decode")
+lab.show(decoding.values(), columns, experiment="decode")
 
 # %% [markdown]
 # (JPEG and WebP lose some of the picture. These pictures are drawn, and compress better than photographs.)
@@ -714,7 +714,7 @@ with lab.attempt("The page cache", experiment="files", cache="cold"):
         "example_ms": "ms to read and decode it",
         "still_cached": "share still cached",
     }
-    lab.runs_table(storage.values(), columns)
+    lab.show(storage.values(), columns)
 lab.verdict("A4.data.storage", "A4.data.gpu-decoding");
 
 # %% [markdown]

@@ -171,7 +171,7 @@ with lab.attempt("The link's picture", experiment="all-reduce"):
     ax.set_ylabel("bus bandwidth, GB/s")
     ax.legend()
     plt.show()
-lab.runs_table([link_run()] if link_run() else [], link_table, experiment="all-reduce")
+lab.show([link_run()] if link_run() else [], link_table, experiment="all-reduce")
 
 # %% [markdown]
 # What can the link carry at best? `nvidia-smi topo -m`, which the article recommends, says what connects each pair of
@@ -187,7 +187,7 @@ def topology_table(runs: list[Run]) -> pd.DataFrame:
 connected: list[Run] = []
 with lab.attempt("What connects the GPUs"):
     connected = [lab.measured("topology", None, lab10_distributed.topology)]
-lab.runs_table(connected, topology_table, experiment="topology")
+lab.show(connected, topology_table, experiment="topology")
 lab.verdict("A4.diagnosis.topology");
 
 # %% [markdown]
@@ -205,7 +205,7 @@ columns = {
     "peak_allocated_gb": "peak memory, GB",
 }
 by_themselves = [run for case in cases if (run := one_process(case))]
-lab.runs_table(
+lab.show(
     by_themselves, columns, experiment="training", strategy="one process", same_batch=False
 )
 
@@ -331,7 +331,7 @@ with lab.attempt("The same losses", experiment="losses"):
         ("one process", *in_full[0]),
         (f"DDP, {count} ranks", *in_full[1]),
     )
-lab.runs_table(
+lab.show(
     losses,
     {"run": "losses", "largest_difference": "largest relative difference"},
     experiment="losses",
@@ -370,7 +370,7 @@ with lab.attempt("Predicted and measured", **of_ddp(cases[0])):
     fig, ax = plt.subplots()
     plots.predicted_steps(ax, with_prediction, base)
     plt.show()
-lab.runs_table(together, scaling, experiment="training")
+lab.show(together, scaling, experiment="training")
 lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memory.zero");
 
 # %% [markdown]
@@ -401,7 +401,7 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memo
 # company.
 
 # %%
-lab.runs_table([*alone, *together], lab10_distributed.beside_others, experiment="training")
+lab.show([*alone, *together], lab10_distributed.beside_others, experiment="training")
 
 # %% [markdown]
 # On our two H200s the small Qwen3's unsent micro-batches take a third longer beside another rank, and those of Qwen3's LoRA
@@ -449,7 +449,7 @@ with lab.attempt("A step's picture", **of_ddp(cases[1])):
     fig, ax = plt.subplots()
     plots.beside(ax, traced)
     plt.show()
-lab.runs_table(together, lab10_distributed.comparisons, experiment="training")
+lab.show(together, lab10_distributed.comparisons, experiment="training")
 
 # %% [markdown]
 # - **`no_sync`.** A step of several micro-batches needs the sum of their gradients only once, at the end. By default DDP
@@ -577,7 +577,7 @@ columns = {
     "largest_ms": "64 MiB, ms",
     "bus_gb_per_s": "64 MiB, GB/s",
 }
-lab.runs_table(trials, columns, experiment="nccl")
+lab.show(trials, columns, experiment="nccl")
 
 # %% [markdown]
 # | variable | for example | what it is for |

@@ -37,6 +37,21 @@ def test_columns_of_runs_are_those_that_went_well_and_have_numbers():
     assert as_table(columns_of([], lambda those: those[0])) == ""
 
 
+def test_a_speed_up_is_over_the_base_of_the_same_comparison():
+    def run(ms: float, comparison: str = "a", **tags: object) -> Run:
+        steps = [ms, 1.01 * ms, 0.99 * ms, ms]
+        samples = {"step_ms": steps, "round": [0, 1, 2, 3]}
+        metrics = {"step_ms": {"median": ms, "p10": ms, "p90": ms, "n": 4}}
+        return Run("04", "", comparison=comparison, tags=tags, samples=samples, metrics=metrics)
+
+    runs = [run(200, rung="stock"), run(100, rung="graph"), run(200, rung="stock", again=True)]
+    *_, stock, graph, again, other = as_table(
+        columns_of([*runs, run(7, "b", rung="other")], ("step_ms", "speed-up"))
+    ).splitlines()
+    assert stock == "| stock | 200 | – |" and graph.startswith("| graph | 100 | 2.00x (")
+    assert "1.00x (1.00 to 1.00x)" in again and other == "| other | 7 | – |"
+
+
 @given(st.lists(st.tuples(VALUES, VALUES, VALUES), max_size=5))
 def test_every_line_has_the_heads_columns(rows):
     lines = as_table(("a", "b", "c"), *rows).split("\n")

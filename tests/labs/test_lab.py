@@ -9,7 +9,9 @@ import gc
 import shlex
 import weakref
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from labutils.course import lab as course
 from labutils.course import parameters
@@ -265,6 +267,31 @@ def test_something_better_than_the_references_numbers_can_be_shown(lab, referenc
     assert "a picture" in said and "(oom)" in said
 
 
+def test_a_cell_that_cannot_run_shows_what_it_printed_on_the_h200(tmp_path, monkeypatch):
+    """In a kernel, as a learner meets it; a cell that was edited since shows nothing recorded."""
+    start = (
+        "from pathlib import Path\n"
+        "from labutils.course.lab import Lab\n"
+        "from labutils.recipe import Unavailable\n"
+        "from labutils.results import records\n"
+        f"records.REFERENCE = Path({str(tmp_path / 'results.jsonl')!r})\n"
+        "lab = Lab('03', {'scale': 'tiny'}, records.Results(Path('kept')))"
+    )
+    cell = "with lab.attempt('it'):\n    raise Unavailable('no GPU')"
+    printed = nbformat.v4.new_output("stream", text="7 ms\n")
+    drawn = nbformat.v4.new_output("display_data", data={"image/png": "iVBORw0KGgo="})
+    done = nbformat.v4.new_code_cell(cell, outputs=[printed, drawn])
+    nbformat.write(nbformat.v4.new_notebook(cells=[done]), tmp_path / "03_sweep.ipynb")
+    cells = [nbformat.v4.new_code_cell(code) for code in (start, cell, cell + "  # edited")]
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    ran = NotebookClient(nbformat.v4.new_notebook(cells=cells), kernel_name="python3").execute()
+    outputs = [[o.get("text") or dict(o["data"]) for o in c.outputs] for c in ran.cells[1:]]
+    assert outputs[0][-2:] == ["7 ms\n", {"image/png": "iVBORw0KGgo="}]
+    assert "On an H200 this cell printed" in str(outputs[0])
+    assert "7 ms" not in str(outputs[1]) and "not on this machine" in str(outputs[1])
+
+
 def test_what_worked_is_not_recorded_as_failed(lab):
     with lab.attempt("sweep", **THREE):
         lab.keep(Run("", "3 workers", metrics={"step_ms": 5.0}, tags=THREE))
@@ -305,7 +332,7 @@ def test_ctrl_c_is_not_a_failure(lab):
 
 def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monkeypatch):
     def shown(**tags):
-        lab.runs_table([], {"workers": "workers", "step_ms": "ms"}, **tags)
+        lab.show([], {"workers": "workers", "step_ms": "ms"}, **tags)
         return capsys.readouterr().out
 
     capsys.readouterr()
@@ -314,7 +341,7 @@ def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monke
     assert "Nothing of this is on record" in shown(experiment="never run")
     own = lab.keep(Run("", "3", metrics={"step_ms": 5.0}, tags=THREE))
     capsys.readouterr()
-    lab.runs_table([own], {"workers": "workers", "step_ms": "ms"}, **THREE)
+    lab.show([own], {"workers": "workers", "step_ms": "ms"}, **THREE)
     said = capsys.readouterr().out
     assert "| 3 | 5 |" in said and "| 3 | 625 |" in said
     monkeypatch.setattr(results, "REFERENCE", lab.results_dir / "results.jsonl")
