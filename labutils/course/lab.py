@@ -320,6 +320,19 @@ class Lab:
     def _record(self, **fields: Any) -> None:
         self._results.append({"lab": self.number} | fields | {"at": records.now()})
 
+    def solution(self, exercise: str) -> None:
+        """Show a solution of `exercise` ("04.2"). Raises `LabError` where there is none."""
+        from labutils.course.solutions import solutions_of
+
+        number, _, place = exercise.partition(".")
+        known = solutions_of(number)
+        if not place.isdecimal() or not 1 <= int(place) <= len(known):
+            raise LabError(
+                f"There is no solution {exercise!r}. Lab {self.number}'s are called "
+                f'"{self.number}.1" to "{self.number}.{len(solutions_of(self.number))}".'
+            )
+        self.show(f"```python\n{known[int(place) - 1]}\n```")
+
     # ------------------------------------------------------------------------------- the reference
 
     def reference(self, **tags: Tag) -> Run | None:

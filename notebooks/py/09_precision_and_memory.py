@@ -1007,12 +1007,10 @@ lab.verdict(*claims.load_claims("A4"));
 # %% [markdown]
 # ## Exercises
 #
-# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
-# measures your code: it first compares your results with those of the version given, and then counts the bytes that yours
-# keeps for the backward pass.
+# Four exercises, the easiest first. Each cell checks itself. `lab.solution("09.1")` shows a solution of the first.
 
 # %%
-from labutils.course.exercises import check, smaller_than, solved
+from labutils.course.exercises import check, smaller_than
 
 # %% [markdown]
 # **1.** A model has 1 billion weights, all of them trained, in float32 with AdamW. How many GB do weights, gradients and
@@ -1023,10 +1021,6 @@ from labutils.course.exercises import check, smaller_than, solved
 my_gb = None  # two numbers, for example (8, 5)
 print(check("09.1", my_gb))
 
-# %% tags=["solution"]
-my_gb = (4 + 4 + 2 * 4, 4 + 4 + 2 * 1)
-solved(check("09.1", my_gb))
-
 # %% [markdown]
 # **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. The card has 80 GB, and a tenth of it should stay free.
 # At which batch do you start to search for the largest one?
@@ -1035,10 +1029,6 @@ solved(check("09.1", my_gb))
 my_start = None  # a whole number
 print(check("09.2", my_start))
 
-# %% tags=["solution"]
-my_start = int((80 * (1 - lab09_peak_memory.HEADROOM) - 14) // 6)
-solved(check("09.2", my_start))
-
 # %% [markdown]
 # **3.** Micro-batches are of one example. One core takes 40 ms to make it, training on it takes 25 ms, and you have 4
 # workers on 16 cores. How many percent of a micro-step would you save if making the example took half as long?
@@ -1046,10 +1036,6 @@ solved(check("09.2", my_start))
 # %% tags=["exercise"]
 my_saving = None  # percent
 print(check("09.3", my_saving))
-
-# %% tags=["solution"]
-my_saving = 100 * (1 - max(25, 20 / 4) / max(25, 40 / 4))
-solved(check("09.3", my_saving))
 
 # %% [markdown]
 # **4. Make it smaller.** Six blocks of an MLP keep everything for the backward pass: their inputs, what goes into the
@@ -1081,15 +1067,6 @@ def some_rows(seed: int) -> tuple:
 
 print(smaller_than(4, all_kept, less_kept, some_rows, share=1 / 3, module=six_blocks))
 
-
-# %% tags=["solution"]
-def less_kept_solution(x):
-    for block in six_blocks:
-        x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-    return x
-
-
-solved(smaller_than(4, all_kept, less_kept_solution, some_rows, share=1 / 3, module=six_blocks))
 
 # %% [markdown]
 # ## What you did

@@ -300,15 +300,13 @@ lab.keep(Run("11", "scoreboard", metrics=counts, tags={"experiment": "scoreboard
 # %% [markdown]
 # ## Exercises
 #
-# The exercises get harder from one to the next. Run an exercise's cell: its check says what is still missing. The last one
-# measures your code: it first compares your results with those of the version given, and then times the two in turns, for
-# as many rounds as it takes to decide.
+# Four exercises, the easiest first. Each cell checks itself. `lab.solution("11.1")` shows a solution of the first.
 
 # %%
 import torch
 from torch.nn.functional import cross_entropy
 
-from labutils.course.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than
 from labutils.results.claims import Claim
 from labutils.results.judges import judge
 from labutils.results.records import Runs, summarise
@@ -321,9 +319,6 @@ from labutils.results.records import Runs, summarise
 my_verdict = None  # "confirmed", "refuted", "inconclusive" or "not testable here"
 print(check("11.1", my_verdict))
 
-# %% tags=["solution"]
-solved(check("11.1", "inconclusive"))
-
 # %% [markdown]
 # **2.** Somebody predicted 10, 4 and 30 where 5, 8 and 10 were measured. What is the median of the factors by which the
 # predictions are off? And what is the median of predicted / measured? Answer with a pair.
@@ -331,9 +326,6 @@ solved(check("11.1", "inconclusive"))
 # %% tags=["exercise"]
 my_medians = None  # two numbers, for example (1.5, 0.7)
 print(check("11.2", my_medians))
-
-# %% tags=["solution"]
-solved(check("11.2", (2, 2)))
 
 # %% [markdown]
 # **3.** Write a claim as data: in lab 03, the run with pinned memory takes less time than the run with three workers. The
@@ -388,18 +380,6 @@ def check_claim(claim) -> str:
 
 print(check_claim(my_claim))
 
-# %% tags=["solution"]
-solved(
-    check_claim(
-        Claim(
-            *("B1.pin", "B1", "2.1", "statement", "Pinned memory shortens the step.", "03"),
-            judge="compare",
-            runs={"base": THREE_WORKERS, "changed": PINNED},
-            how={"direction": "less"},
-        )
-    )
-)
-
 # %% [markdown]
 # **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head
 # of 4,096 words. It takes four micro-batches, in which one position in eight is to be learned: equally many in each.
@@ -448,22 +428,6 @@ def micro_batches(seed: int) -> tuple:
 
 print(faster_than(4, stock_step, my_step, micro_batches, times=4, tolerance=1e-3))
 
-
-# %% tags=["solution"]
-def best_step(inputs, labels):
-    asked = (
-        labels != -100
-    )  # each position by itself, and as many to learn in each micro-batch: one batch of these
-    hidden = encoder(inputs[asked])
-    adapted = hidden @ W.T + hidden @ A.T @ B.T
-    loss = cross_entropy(adapted @ words.T, labels[asked])
-    gradients = torch.autograd.grad(loss, adapter)
-    return {"loss": loss.item()} | dict(
-        zip(("A's gradient", "B's gradient"), gradients, strict=True)
-    )
-
-
-solved(faster_than(4, stock_step, best_step, micro_batches, times=4, tolerance=1e-3))
 
 # %% [markdown]
 # ## What you did

@@ -14,6 +14,7 @@ import torch
 
 from labutils.course import exercises
 from labutils.course.exercises import check, difference, faster_than, smaller_than, solved
+from labutils.course.solutions import with_solutions
 from labutils.tools import run
 
 ANSWERS = exercises.answers()
@@ -94,7 +95,10 @@ def test_what_is_no_answer_at_all_is_told_so(exercise):
 
 def test_every_answer_is_that_of_an_exercise_and_its_solution():
     def asked(tag: str) -> set[str]:
-        books = [jupytext.read(path) for path in run.NOTEBOOKS.glob("[0-9]*.ipynb")]
+        books = [
+            with_solutions(jupytext.read(path), path.stem[:2])
+            for path in run.NOTEBOOKS.glob("[0-9]*.ipynb")
+        ]
         cells = [
             cell for book in books for cell in book.cells if tag in cell.metadata.get("tags", [])
         ]

@@ -348,6 +348,14 @@ def test_tables_of_the_reference_stand_beside_ours(lab, reference, capsys, monke
     assert "H**" not in shown(**THREE)  # what becomes the reference is not shown beside itself
 
 
+def test_a_solution_is_shown_on_request(lab, capsys):
+    lab.solution("06.1")
+    assert 'print(check("06.1"' in capsys.readouterr().out
+    for wrong in ("06.9", "6", "06.", "x.1", "06.0"):
+        with pytest.raises(LabError, match="There is no solution"):
+            lab.solution(wrong)
+
+
 def test_a_verdict_is_shown(lab, capsys):
     assert lab.verdict("A1.workers.three", "A4.network.debug") is None, "a cell would print it"
     one, other = capsys.readouterr().out.splitlines()[-2:]

@@ -13,6 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 from planted_lab import SECRET, STEM
 
+from labutils.course import solutions
 from labutils.results.records import REFERENCE
 from labutils.tools import handouts
 from labutils.tools.handouts import editions
@@ -79,6 +80,19 @@ def test_solutions_are_in_the_instructors_files_only_and_nothing_tells_of_the_ma
             assert not [trace for trace in planted_lab.TRACES if trace in words], name
     outputs_after_it = words_of(made / "student" / f"{STEM}.ipynb").partition("again')")[2]
     assert "again" not in outputs_after_it
+
+
+def test_the_instructors_edition_has_the_solutions_that_learners_do_not_see(tmp_path, monkeypatch):
+    monkeypatch.setattr(solutions, "FOLDER", tmp_path)
+    (tmp_path / "42.py").write_text(f"# %% 42.1\nanswer = {SECRET!r}\n", encoding="utf-8")
+    asked = nbformat.v4.new_code_cell("answer = None", metadata={"tags": ["exercise"]})
+    lab = nbformat.v4.new_notebook(cells=[asked, nbformat.v4.new_code_cell("lab.done()")])
+    *_, solution, last = solutions.with_solutions(lab, "42").cells
+    assert SECRET in solution.source and solution.metadata.tags == ["solution"]
+    assert last.source == "lab.done()" and len(lab.cells) == 2
+    lab.cells.append(asked)
+    with pytest.raises(ValueError, match="not as many exercises"):
+        solutions.with_solutions(lab, "42")
 
 
 @pytest.mark.parametrize("kind", ["html", "pdf"])

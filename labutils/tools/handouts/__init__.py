@@ -22,6 +22,7 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
+from labutils.course.solutions import with_solutions
 from labutils.results import records, report
 from labutils.tools.handouts import documents, editions, index
 from labutils.tools.handouts.documents import Chapter
@@ -134,6 +135,11 @@ def _chapter(path: Path, known: Records, edition: str) -> Chapter:
         notebook = nbformat.read(path, as_version=4)
     except Exception as error:  # nbformat passes on what json and its schema raise
         raise Mismatch(f"{path} can't be read as a notebook: {error}") from None
+    if edition == editions.INSTRUCTOR:
+        try:
+            notebook = with_solutions(notebook, path.stem[:2])
+        except ValueError as error:
+            raise Mismatch(f"{error} It is another edition of the lab.") from None
     try:
         facts, at = _facts(path.stem[:2], notebook, known)
     except Mismatch as mismatch:

@@ -1,0 +1,43 @@
+"""Solutions of the labs' exercises, kept out of sight in notebooks/solutions: a cell for each
+exercise of a lab, in order.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell
+
+from labutils.results.records import REPOSITORY
+
+FOLDER = REPOSITORY / "notebooks" / "solutions"
+
+
+def solutions_of(number: str) -> list[str]:
+    """The code that solves each exercise of lab `number`; [] where that lab has no solutions."""
+    import jupytext
+
+    path = FOLDER / f"{number}.py"
+    if not path.is_file():
+        return []
+    return [cell.source for cell in jupytext.read(path).cells if cell.cell_type == "code"]
+
+
+def with_solutions(notebook: NotebookNode, number: str) -> NotebookNode:
+    """`notebook` with each solution as a cell behind its exercise, tagged "solution"; as it is
+    where it has such cells already. Raises `ValueError` where exercises and solutions don't match.
+    """
+    tags = [cell.metadata.get("tags", []) for cell in notebook.cells]
+    solutions = solutions_of(number)
+    if not solutions or any("solution" in each for each in tags):
+        return notebook
+    if sum("exercise" in each for each in tags) != len(solutions):
+        raise ValueError(f"Lab {number} has not as many exercises as solutions.")
+    solved, cells, left = copy.copy(notebook), [], iter(solutions)
+    for cell, each in zip(notebook.cells, tags, strict=True):
+        cells.append(cell)
+        if "exercise" in each:
+            cells.append(new_code_cell(next(left), metadata={"tags": ["solution"]}))
+    solved.cells = cells
+    return solved
