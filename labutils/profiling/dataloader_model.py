@@ -13,7 +13,6 @@ near the bend.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -50,17 +49,3 @@ class Pipeline:
             return self.accumulation * (self.read_ms + self.compute_ms)
         shared_out = (self.read_ms + self.busy_ms * self.threads) / self.cores
         return self.accumulation * max(self.busy_ms, self.read_ms / workers, shared_out)
-
-
-def off_the_model(
-    measured: Mapping[int, Mapping[str, float]], model: Mapping[int, float]
-) -> dict[str, list[int]]:
-    """The workers whose step lies off the model by more than its spread: {"above": slower, "below":
-    faster}.
-
-    measured: workers -> {"p10", "p90", ..} in ms. model: workers -> ms.
-    """
-    return {
-        "above": [workers for workers, step in measured.items() if step["p10"] > model[workers]],
-        "below": [workers for workers, step in measured.items() if step["p90"] < model[workers]],
-    }

@@ -1,15 +1,13 @@
-"""Time measured without disturbing it: of each optimizer step, and of the host inside one function.
+"""Time of each optimizer step, measured without disturbing it.
 
 A step is timed on the clock that sees it: CUDA events on a GPU, the host's clock without one.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 from dataclasses import dataclass, field
-from typing import Any, Self
-from unittest import mock
+from typing import Any
 
 import torch
 
@@ -81,41 +79,3 @@ class StepClock:
     def _synchronise(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
-
-
-class CallTimer:
-    """Times every call of `module.name` between `with` and its end, wherever the program makes it.
-
-        with CallTimer("accelerate.data_loader", "send_to_device") as calls:
-            measure(trainer, 5)
-        calls.per(4)  # milliseconds a step of 4 calls
-
-    Works for a function that its callers look up in `module` when they call it. The clock is the
-    host's: what the call leaves to the GPU isn't counted, what it waits for is. Raises
-    `AttributeError` where there is no such function.
-    """
-
-    def __init__(self, module: str, name: str) -> None:
-        owner = importlib.import_module(module)
-        self.original = getattr(owner, name)
-        self.patch = mock.patch.object(owner, name, self._timed)
-        self.ms: list[float] = []
-
-    def per(self, calls: int) -> list[float]:
-        """Milliseconds of each `calls` calls in a row together; an incomplete rest is left out."""
-        whole = len(self.ms) // calls * calls
-        return [sum(self.ms[i : i + calls]) for i in range(0, whole, calls)]
-
-    def __enter__(self) -> Self:
-        self.patch.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.patch.stop()
-
-    def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            self.ms.append(1e3 * (time.perf_counter() - began))

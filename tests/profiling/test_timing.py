@@ -1,6 +1,5 @@
 """Clocks, meters and watchers: that they tell the truth and disturb nothing."""
 
-import math
 import time
 import warnings
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from labutils.profiling import timing
 from labutils.profiling.call_stacks import Frame
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.syncs import SyncSite, find_syncs, sites_of, watch_syncs, with_lines
-from labutils.profiling.timing import CallTimer, StepClock
+from labutils.profiling.timing import StepClock
 from labutils.profiling.utilization import Energy, Utilization
 
 # The time of steps
@@ -29,23 +28,6 @@ def test_a_step_lasts_from_the_end_of_one_to_the_end_of_the_next(monkeypatch):
     assert times.step_ms == pytest.approx([10, 25, 5])
     assert times.data_ms == [1.0, 2.0, 0.0]
     assert times.wall_ms == [pytest.approx(60 / 3)]
-
-
-def work(value):
-    return value
-
-
-def test_call_timer_times_what_others_call_and_lets_go():
-    original = work
-    with CallTimer(__name__, "work") as calls:
-        assert [globals()["work"](number) for number in range(5)] == [0, 1, 2, 3, 4]
-    assert work is original and len(calls.ms) == 5
-    assert calls.per(2) == pytest.approx([sum(calls.ms[:2]), sum(calls.ms[2:4])])
-    with pytest.raises(AttributeError, match="nowhere"):
-        CallTimer(__name__, "nowhere")
-    with pytest.raises(TypeError), CallTimer("math", "sqrt"):
-        math.sqrt("long")
-    assert math.sqrt(4) == 2
 
 
 # What a driver tells
