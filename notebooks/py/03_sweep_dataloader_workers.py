@@ -483,7 +483,7 @@ with lab.attempt("Copies from pageable and pinned memory"):
         for copy in ("blocking", "async"):
             ms = held_ms(batch, non_blocking=copy == "async")
             held[memory, copy] = 1e3 * median(ms)
-            tags = {"experiment": "copy", "memory": memory, "copy": copy}
+            tags = {"experiment": "held by copies", "memory": memory, "copy": copy}
             run = Run("03", f"{memory}, {copy}", tags=tags, samples={"held_ms": ms})
             run.metrics["held_ms"] = summarise(ms)
             lab.keep(run)
@@ -642,7 +642,7 @@ print(faster_than(4, transformed, reordered_solution, an_image, times=2))
 
 # %%
 three = runs["workers=3"].metric("step_ms")
-theirs = lab.reference(experiment="copy", memory="pinned", copy="async")
+theirs = lab.reference(experiment="held by copies", memory="pinned", copy="async")
 lab.done(
     {
         "time to read one example": read_ms,

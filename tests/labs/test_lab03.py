@@ -31,7 +31,7 @@ def test_too_little_shared_memory_is_told_and_cured() -> None:
     assert small["outcome"] == "hung" and "shared memory" in small["message"]
     assert 0 < small["batches"] < small["wanted"] and small["peak_gb"] <= small["shm_gb"]
     assert (cured["outcome"], cured["message"], cured["failed"]) == ("ok", "", 0)
-    assert 1e9 * cured["peak_gb"] <= needed_bytes(STOCK.but(num_workers=6))
+    assert 1e9 * cured["peak_gb"] <= 1.01 * needed_bytes(STOCK.but(num_workers=6))  # locks
 
 
 def test_where_nobody_may_mount_nothing_is_tried(monkeypatch) -> None:
