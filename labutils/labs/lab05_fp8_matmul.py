@@ -1,5 +1,5 @@
-"""What low-bit layers cost: products in BF16 and FP8 over sizes, and the bytes and time of each
-kind of frozen layer.
+"""What FP8 costs and gains: products in BF16 and FP8 over sizes, and the bytes and time of each kind
+of frozen layer.
 
 The products are put through `labutils.profiling.operations.measure_operation`: inputs that no cache
 holds, and the GPU's time alone, replayed from a CUDA graph.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,20 +31,21 @@ from labutils.results.records import Run, summarise
 
 BF16 = "BF16"
 ONE_SCALE = "FP8, one scale"
-ROWWISE = "FP8, a scale a row"
 DELAYED = "FP8, one scale, known before"
-ON_THE_WAY = "FP8, a scale a row, quantised on the way"
+EAGER = "FP8, a scale a row, quantised on the way"
 FUSED = "FP8, a scale a row, quantised on the way, compiled"
-PRODUCT_KINDS = (BF16, ONE_SCALE, ROWWISE, DELAYED, ON_THE_WAY, FUSED)
-"""What is timed: x W^T with x [n, n] and W [n, n]. The first three find both matrices in their
-format; the last three begin with x in BF16, as a layer does, and W quantised before."""
+PRODUCT_KINDS = (BF16, ONE_SCALE, DELAYED, EAGER, FUSED)
+"""What is timed: x W^T with x [n, n] and W [n, n]. The first two find both matrices in their format;
+the others begin with x in BF16, as a layer does, and W quantised before."""
 
 
-def time_products(sizes: Sequence[int]) -> Run:
-    """The run of the product of two n x n matrices, for each of `sizes` in each of `PRODUCT_KINDS`:
-    samples and summaries named "BF16 512", in milliseconds of the GPU alone.
+def time_products(sizes: Sequence[int]) -> tuple[Run, Run]:
+    """Two runs of the product of n x n matrices, for each of `sizes`, rising, and `PRODUCT_KINDS`.
 
-    Raises `Unavailable` without FP8 tensor cores.
+    The first has samples and summaries named "BF16 512", in milliseconds of the GPU alone; the
+    second `fp8_over_bf16`, the rate of the largest size over BF16's, and `fp8_wins_from_n`, the
+    smallest size from which on `FUSED` wins, if it does. Raises `Unavailable` without FP8 tensor
+    cores.
     """
     if not cuda.available() or product_kind(torch.device("cuda")) == "emulated":
         raise Unavailable(
@@ -54,11 +56,16 @@ def time_products(sizes: Sequence[int]) -> Run:
     for n in sizes:
         for kind in PRODUCT_KINDS:
             dtype, make = ("bf16" if kind == BF16 else "fp8"), functools.partial(product, kind, n)
-            least = {BF16: 6, ONE_SCALE: 4, ROWWISE: 4}.get(kind, 5) * n**2  # x, W and the result
+            least = {BF16: 6, ONE_SCALE: 4}.get(kind, 5) * n**2  # x, W and the result
             square = Operation(kind, f"{n}x{n} by {n}x{n}", dtype, 2 * n**3, least, make)
             run.samples[f"{kind} {n}"] = measure_operation(square, budget_s=0.05).alone_ms
     run.metrics = {name: summarise(ms) for name, ms in run.samples.items()}
-    return run
+    gemm = Run("05", "gemm", tags={"experiment": "gemm"})
+    pairs = zip(*(run.samples[f"{kind} {sizes[-1]}"] for kind in (BF16, ONE_SCALE)), strict=False)
+    gemm.metrics = {"fp8_over_bf16": summarise([bf16 / fp8 for bf16, fp8 in pairs])}
+    if wins := wins_from(run, FUSED, BF16, sizes):
+        gemm.metrics["fp8_wins_from_n"] = wins
+    return run, gemm
 
 
 def product(kind: str, n: int) -> Callable[[], Tensor]:
@@ -74,40 +81,26 @@ def product_of(kind: str, x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
         return lambda: F.linear(x, weight)
     if kind in (ONE_SCALE, DELAYED):
         x_scale, w_scale = scale_for(amax(x)), scale_for(amax(weight))
-        inverses = 1 / x_scale, 1 / w_scale
-        ready, values = (x * x_scale).to(E4M3.dtype), (weight * w_scale).to(E4M3.dtype)
+        ready, values = _cast(x, x_scale), _cast(weight, w_scale)
+        how = {"scale_a": 1 / x_scale, "scale_b": 1 / w_scale, "out_dtype": torch.bfloat16}
+        multiply = functools.partial(compat.scaled_mm, use_fast_accum=FAST_ACCUM, **how)
         if kind == ONE_SCALE:
-            return lambda: _one_scale_product(ready, values, *inverses)
-        cast = _compiled(_cast)
-        return lambda: _one_scale_product(cast(x, x_scale), values, *inverses)
+            return lambda: multiply(ready, values.t())
+        cast = torch.compile(_cast, fullgraph=True, dynamic=False)
+        return lambda: multiply(cast(x, x_scale), values.t())
     values, inverse = quantise_rows(weight)
-    multiply = PRODUCTS[product_kind(x.device)]
-    if kind == ROWWISE:
-        ready, scale = quantise_rows(x)
-        return lambda: multiply(ready, values, scale, inverse.t())
-    quantise = _compiled(quantise_rows) if kind == FUSED else quantise_rows
+    fused = torch.compile(quantise_rows, fullgraph=True, dynamic=False)
+    quantise = fused if kind == FUSED else quantise_rows
 
     def call() -> Tensor:
         ready, scale = quantise(x)
-        return multiply(ready, values, scale, inverse.t())
+        return PRODUCTS[product_kind(x.device)](ready, values, scale, inverse.t())
 
     return call
 
 
-def _one_scale_product(x: Tensor, weight: Tensor, *inverses: Tensor) -> Tensor:
-    """x [m, k] W^T in BF16 for x and W [n, k] in FP8 with one scale each, whose inverses are given,
-    as A2's per-tensor scaling multiplies.
-    """
-    how = {"out_dtype": torch.bfloat16, "use_fast_accum": FAST_ACCUM}
-    return compat.scaled_mm(x, weight.t(), scale_a=inverses[0], scale_b=inverses[1], **how)
-
-
 def _cast(x: Tensor, scale: Tensor) -> Tensor:
     return (x * scale).to(E4M3.dtype)
-
-
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def wins_from(times: Run, kind: str, other: str, sizes: Sequence[int]) -> int | None:
@@ -121,28 +114,41 @@ def wins_from(times: Run, kind: str, other: str, sizes: Sequence[int]) -> int | 
     return first
 
 
-# Whole layers
-
-
 def layer_costs(kind: str, x: Tensor, out: int, compiled: bool = False) -> Run:
     """The run of what one frozen layer of a kind of `labutils.layers.quantization.convert` costs,
     on x [rows, width], on its device and in its format, with `out` outputs.
 
     Metrics: `bytes_a_parameter` that it holds at rest. On a GPU also `bytes_a_parameter_running`,
-    with what it keeps of the weight between forward and backward, and `step_ms`: a forward pass
-    and the gradient of its input, as called from Python. Raises `Unavailable` where the kind is.
+    with what it keeps of the weight between forward and backward; `step_ms`: a forward pass and the
+    gradient of its input, as called from Python; `workspace_mb`: what stays allocated after a first
+    such layer is gone, once for all layers. Raises `Unavailable` where the kind is.
     """
     run = Run("05", f"layer {kind}", tags={"experiment": "layer", "layer": kind})
-    run.tags |= {"compiled": True} if compiled else {}
-    width, before = x.shape[-1], _allocated()
+    if compiled:
+        run.run, run.tags = f"{run.run}, compiled", run.tags | {"compiled": True}
+    before, on_gpu = _allocated(), x.device.type == "cuda"
+    if on_gpu:
+        _costs(kind, x, out, compiled)  # the first layer of a kind: workspaces are made
+    workspace = {"workspace_mb": (_allocated() - before) / 1e6} if on_gpu and not compiled else {}
+    run.metrics, ms = _costs(kind, x, out, compiled)
+    if ms:
+        run.samples, run.metrics["step_ms"] = {"step_ms": ms}, summarise(ms)
+    run.metrics |= workspace
+    return run
+
+
+def _costs(
+    kind: str, x: Tensor, out: int, compiled: bool
+) -> tuple[dict[str, Any], list[float]]:
+    """(metrics, milliseconds of both passes) of a new layer; no times on a CPU."""
+    before, width = _allocated(), x.shape[-1]
     linear = nn.Linear(width, out, bias=False, device=x.device, dtype=x.dtype)
     layer = nn.Sequential(linear.requires_grad_(False))
     del linear
     convert_base(layer, ["0"], kind, x.dtype)
     if x.device.type == "cpu":
         held = sum(tensor.nbytes for tensor in layer.state_dict().values())
-        run.metrics = {"bytes_a_parameter": held / (width * out)}
-        return run
+        return {"bytes_a_parameter": held / (width * out)}, []
     held = _allocated() - before
     forward_of = torch.compile(layer, dynamic=False) if compiled else layer
     x = x.detach().requires_grad_()
@@ -152,20 +158,15 @@ def layer_costs(kind: str, x: Tensor, out: int, compiled: bool = False) -> Run:
         with forward_context(kind):
             return forward_of(x)
 
-    for _ in range(3):  # libraries make their workspaces, delayed scaling its history
+    for _ in range(3):  # delayed scaling makes its history
         torch.autograd.grad(forward(), x, dy)
     resting = _allocated()
     y = forward()
     kept = _allocated() - resting - y.nbytes
     del y
-    samples = cuda.timed(lambda: torch.autograd.grad(forward(), x, dy), budget_s=0.3)
-    run.samples = {"step_ms": samples}
-    run.metrics = {
-        "bytes_a_parameter": held / (width * out),
-        "bytes_a_parameter_running": (held + kept) / (width * out),
-        "step_ms": summarise(samples),
-    }
-    return run
+    ms = cuda.timed(lambda: torch.autograd.grad(forward(), x, dy), budget_s=0.3)
+    shares = {"": held, "_running": held + kept}
+    return {f"bytes_a_parameter{name}": n / (width * out) for name, n in shares.items()}, ms
 
 
 def _allocated() -> float:
