@@ -137,9 +137,7 @@ def layer_costs(kind: str, x: Tensor, out: int, compiled: bool = False) -> Run:
     return run
 
 
-def _costs(
-    kind: str, x: Tensor, out: int, compiled: bool
-) -> tuple[dict[str, Any], list[float]]:
+def _costs(kind: str, x: Tensor, out: int, compiled: bool) -> tuple[dict[str, Any], list[float]]:
     """(metrics, milliseconds of both passes) of a new layer; no times on a CPU."""
     before, width = _allocated(), x.shape[-1]
     linear = nn.Linear(width, out, bias=False, device=x.device, dtype=x.dtype)

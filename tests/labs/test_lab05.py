@@ -1,30 +1,14 @@
-"""Watching a model's linear layers, and what low-bit layers and products cost."""
+"""What low-bit layers and products cost, in errors and in bytes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from labutils.labs import lab05_fp8_matmul
-from labutils.labs.lab05_layer_errors import Seen, layer_errors, watch_linears
+from labutils.labs.lab05_layer_errors import layer_errors
 from labutils.recipe import Unavailable
 from labutils.results.records import Run
-
-
-def test_inputs_and_gradients_are_those_of_the_pass_which_leaves_no_trace():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
-    x, target = torch.randn(3, 5, 64), torch.randn(3, 5, 32)
-    seen = watch_linears(model, lambda: (model(x) - target).square().sum())
-    assert list(seen) == ["0", "2"]
-    torch.testing.assert_close(seen["0"].x, x.reshape(15, 64))
-    torch.testing.assert_close(seen["2"].x, model[1](model[0](x)).reshape(15, 96))
-    torch.testing.assert_close(seen["2"].dy, (2 * (model(x) - target)).reshape(15, 32))
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(layer._forward_hooks for layer in model.modules())
-    (model(x) - target).square().sum().backward()
-    torch.testing.assert_close(seen["0"].dy.t() @ seen["0"].x, model[0].weight.grad)
 
 
 def test_errors_of_even_tensors_are_those_of_the_mantissa():
@@ -32,7 +16,7 @@ def test_errors_of_even_tensors_are_those_of_the_mantissa():
     x, w, dy = (
         torch.randn(*shape, generator=chance) for shape in ((128, 256), (192, 256), (128, 192))
     )
-    errors = layer_errors(Seen(w, x, dy))
+    errors = layer_errors(w, x, dy)
     for kind in ("tensor", "row", "block"):
         assert errors[f"forward {kind}"] == pytest.approx(0.037, abs=0.003)
         assert errors[f"gradient E4M3 {kind}"] == pytest.approx(0.037, abs=0.003)
@@ -44,17 +28,17 @@ def test_errors_of_even_tensors_are_those_of_the_mantissa():
 def test_a_token_far_below_the_others_is_flushed_by_one_scale_and_kept_by_its_own():
     dy = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     dy[5] *= 1e-7
-    errors = layer_errors(Seen(torch.randn(64, 32), torch.randn(64, 32), dy))
+    errors = layer_errors(torch.randn(64, 32), torch.randn(64, 32), dy)
     assert errors["flushed E4M3 tensor"] == pytest.approx(1 / 64, rel=0.1)
     assert errors["flushed E4M3 row"] < 1e-3
 
 
 def test_int8_suffers_from_outliers_where_fp8_does_not():
     x, w = torch.randn(128, 256), torch.randn(64, 256)
-    even = layer_errors(Seen(w, x.clone(), torch.randn(128, 64)))
+    even = layer_errors(w, x.clone(), torch.randn(128, 64))
     x[:, 7] *= 1000
     w[:, 7] = 0  # the outlier's own product would hide the others'
-    spoilt = layer_errors(Seen(w, x, torch.randn(128, 64)))
+    spoilt = layer_errors(w, x, torch.randn(128, 64))
     assert spoilt["forward int8"] > 10 * even["forward int8"]
     assert spoilt["forward row"] < 2 * even["forward row"]
 
@@ -72,3 +56,12 @@ def test_without_fp8_there_is_nothing_to_time():
         pytest.skip("there is a GPU")
     with pytest.raises(Unavailable, match=r"compute capability 8\.9"):
         lab05_fp8_matmul.time_products([512])
+
+
+def test_a_frozen_layer_holds_a_byte_a_parameter():
+    x = torch.randn(16, 64)
+    held = {
+        kind: lab05_fp8_matmul.layer_costs(kind, x, 128).metric("bytes_a_parameter")
+        for kind in ("published", "fp8-frozen")
+    }
+    assert held == {"published": 4, "fp8-frozen": 1 + 4 / 64}
