@@ -1,5 +1,5 @@
-"""What FP8 costs and gains: products in BF16 and FP8 over sizes, and the bytes and time of each kind
-of frozen layer.
+"""What FP8 costs and gains: products in BF16 and FP8 over sizes, and the bytes and time of each
+kind of frozen layer.
 
 The products are put through `labutils.profiling.operations.measure_operation`: inputs that no cache
 holds, and the GPU's time alone, replayed from a CUDA graph.
@@ -35,8 +35,8 @@ DELAYED = "FP8, one scale, known before"
 EAGER = "FP8, a scale a row, quantised on the way"
 FUSED = "FP8, a scale a row, quantised on the way, compiled"
 PRODUCT_KINDS = (BF16, ONE_SCALE, DELAYED, EAGER, FUSED)
-"""What is timed: x W^T with x [n, n] and W [n, n]. The first two find both matrices in their format;
-the others begin with x in BF16, as a layer does, and W quantised before."""
+"""What is timed: x W^T with x [n, n] and W [n, n]. The first two find both matrices in their
+format; the others begin with x in BF16, as a layer does, and W quantised before."""
 
 
 def time_products(sizes: Sequence[int]) -> tuple[Run, Run]:

@@ -223,6 +223,24 @@ ax.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
+# In JupyterLab the slider moves the numbers through the range. Below −10 they become 0, above 8.8 they become 448.
+
+
+# %%
+def draw(power):
+    scaled = (sample * S * 2.0**power).abs().log2().clamp(-16, 12)
+    title = (
+        f"scale 2^{power} times S: {off(to_fp8_and_back(sample, S * 2.0**power), sample):.1%} off"
+    )
+    pd.Series(scaled).plot.hist(
+        bins=80, range=(-16, 12), xlabel="log2 of the scaled magnitude", title=title
+    )
+    plt.show()
+
+
+lab.choose(draw, {"power": range(-16, 7)});
+
+# %% [markdown]
 # **Takeaway.** The F in FP8 stands for floating. A scale that is too small by some powers of two costs nothing. One that is
 # too large cuts off the largest values, which count most.
 
@@ -404,7 +422,7 @@ with lab.attempt("Products in FP8", experiment="gemm-times"):
     fig, ax = plt.subplots(figsize=(7.2, 4))
     ax.set_xscale("log")
     plots.curves(ax, gains, "side n", "times as fast as BF16")
-    plt.show()
+    ax.minorticks_off()
 lab.verdict("A2.fp8.rate")
 
 # %% [markdown]

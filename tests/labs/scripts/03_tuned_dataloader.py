@@ -1,4 +1,4 @@
-"""A DataLoader tuned by two measured times: read r, compute c, and then r / c workers, rounded up."""
+"""A DataLoader tuned by two measured times: read r, compute c, then r / c workers, rounded up."""
 
 import math
 import shutil
