@@ -15,8 +15,6 @@
 #     name: python3
 # ---
 
-# %%
-
 # %% [markdown]
 # # Lab 05 · Scale into FP8
 #
