@@ -26,7 +26,6 @@ from labutils.layers.quantization.fp8_math import (
     E4M3,
     E5M2,
     DelayedScaling,
-    encode,
     relative_error,
     saturating_cast,
 )
@@ -51,10 +50,11 @@ random = functools.partial(frozen_layers.random, device="cuda")
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=["E4M3", "E5M2"])
-def test_the_gpus_cast_is_ours(fmt):
+def test_the_gpus_cast_is_the_cpus(fmt):
     x = random(1 << 16) * torch.exp2(torch.randint(-18, 7, (1 << 16,)).cuda())
     x = x.clamp(-fmt.largest, fmt.largest)
-    assert torch.equal(encode(x, fmt), x.to(fmt.dtype).view(torch.uint8))
+    there, here = (one.to(fmt.dtype).view(torch.uint8).cpu() for one in (x, x.cpu()))
+    assert torch.equal(there, here)
     cast = saturating_cast(torch.tensor([1e3, -1e6, 5e-5]).cuda())
     assert cast.float().tolist() == [448, -448, 0]
 

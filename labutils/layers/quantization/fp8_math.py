@@ -1,10 +1,8 @@
-"""The mathematics of FP8: what the 8 bits of a number mean, and the scales that bring tensors into
-their range.
+"""The mathematics of FP8: the scales that bring tensors into the range of 8 bits, and the errors.
 
 Written out for reading and checking, on any device. `labutils.layers.quantization.fp8_linear` is
 where it is made fast.
 
-    codes = encode(x, E4M3)        8 bits a number, as uint8; decode(codes, E4M3) gives them back
     q = quantise(x, "row")         q.values in FP8, q.inverse to undo the scale, q.restored()
     q = DelayedScaling()(x)        the scale comes from the steps before
 
@@ -16,7 +14,6 @@ specification 1.0.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,9 +23,6 @@ from torch import Tensor
 
 from labutils.recipe import check_choice
 
-CODES = 256
-SIGN = 0b1000_0000
-NAN = 0b0111_1111
 BLOCK = 32
 """Neighbours in a row that share one scale in the MX formats."""
 SMALLEST_AMAX = 2.0**-100
@@ -38,96 +32,19 @@ SMALLEST_AMAX = 2.0**-100
 
 @dataclass(frozen=True)
 class Format:
-    """An 8-bit floating-point format: one sign bit, then the exponent's bits, then the mantissa's.
-
-    `infinity` is the code of +infinity, None where the format spends none on it; `largest` the
-    largest finite number.
-    """
+    """An 8-bit floating-point format; `largest` is its largest finite number."""
 
     name: str
-    exponent_bits: int
-    mantissa_bits: int
     largest: float
-    infinity: int | None
     dtype: torch.dtype
 
-    @property
-    def bias(self) -> int:
-        """What is taken off the stored exponent."""
-        return 2 ** (self.exponent_bits - 1) - 1
 
-    @property
-    def smallest_normal(self) -> float:
-        return 2.0 ** (1 - self.bias)
-
-    @property
-    def smallest(self) -> float:
-        """The smallest number above zero, a subnormal one; half of it and less rounds to zero."""
-        return self.smallest_normal / 2**self.mantissa_bits
-
-
-E4M3 = Format("E4M3", 4, 3, 448.0, None, torch.float8_e4m3fn)
+E4M3 = Format("E4M3", 448.0, torch.float8_e4m3fn)
 """Range 448, 3 mantissa bits. No infinity, and one NaN a sign: their codes hold numbers ("fn" in
 PyTorch's name).
 """
-E5M2 = Format("E5M2", 5, 2, 57344.0, 0b0_11111_00, torch.float8_e5m2)
+E5M2 = Format("E5M2", 57344.0, torch.float8_e5m2)
 """Range 57344, 2 mantissa bits, infinity and NaN as in IEEE 754: the upper half of a float16."""
-
-
-# -------------------------------------------------------------------------------------------------
-# Bits
-
-
-def encode(x: Tensor, fmt: Format = E4M3, saturate: bool = True) -> Tensor:
-    """The 8-bit codes (uint8, x's shape) of the numbers of `fmt` nearest to x; ties go to the even
-    code.
-
-    Beyond the largest number: that number where `saturate`, else NaN (E4M3) or infinity (E5M2). NaN
-    stays NaN.
-    """
-    magnitude = x.abs().double()
-    _, above = torch.frexp(magnitude)  # magnitude = f 2^above with f in [0.5, 1)
-    exponent = torch.where(magnitude == 0, 1 - fmt.bias, above - 1)
-    exponent = exponent.clamp(min=1 - fmt.bias)  # that of the smallest normal number, and below
-    spacing = torch.exp2((exponent - fmt.mantissa_bits).double())
-    # Half to even; 2^m or more for normal numbers, less for subnormal ones.
-    units = torch.round(magnitude / spacing)
-    # A normal number has a 1 before its mantissa that isn't stored: it adds the 1 that the exponent
-    # field is short of here. A mantissa that rounded up to the next power of two carries into the
-    # exponent by itself.
-    code = (exponent + fmt.bias - 1) * 2**fmt.mantissa_bits + units
-    largest = CODES / 2 - 1 - (1 if fmt.infinity is None else 2**fmt.mantissa_bits)
-    beyond = largest if saturate else fmt.infinity or NAN
-    code = torch.where((code > largest) | magnitude.isinf(), beyond, code)
-    code = torch.where(x.isnan(), NAN, code).to(torch.uint8)
-    return torch.where(torch.signbit(x), code | SIGN, code)
-
-
-def decode(codes: Tensor, fmt: Format = E4M3) -> Tensor:
-    """The numbers (float32) that uint8 codes stand for."""
-    fraction = codes.long() % 2**fmt.mantissa_bits / 2**fmt.mantissa_bits
-    exponent = codes.long() // 2**fmt.mantissa_bits % 2**fmt.exponent_bits
-    normal = (1 + fraction) * torch.exp2((exponent - fmt.bias).float())
-    magnitude = torch.where(exponent == 0, fraction * fmt.smallest_normal, normal)
-    last = (codes & NAN).long()
-    if fmt.infinity is None:
-        magnitude = torch.where(last == NAN, torch.nan, magnitude)
-    else:
-        magnitude = torch.where(last == fmt.infinity, torch.inf, magnitude)
-        magnitude = torch.where(last > fmt.infinity, torch.nan, magnitude)
-    return torch.where(codes >= SIGN, -magnitude, magnitude)
-
-
-def bits(code: int, fmt: Format = E4M3) -> str:
-    """The code's bits, its fields apart: "0 1111 110"."""
-    word = f"{code:08b}"
-    return f"{word[0]} {word[1 : 1 + fmt.exponent_bits]} {word[1 + fmt.exponent_bits :]}"
-
-
-def numbers(fmt: Format = E4M3) -> Tensor:
-    """Every finite number of the format, sorted; zero once."""
-    every = decode(torch.arange(CODES, dtype=torch.uint8), fmt)
-    return every[every.isfinite()].unique()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -137,18 +54,6 @@ def numbers(fmt: Format = E4M3) -> Tensor:
 def saturating_cast(x: Tensor, fmt: Format = E4M3) -> Tensor:
     """x in FP8; what is beyond the range becomes the largest number of its sign. NaN stays NaN."""
     return x.clamp(-fmt.largest, fmt.largest).to(fmt.dtype)
-
-
-@functools.cache
-def plain_cast_saturates(device: str = "cpu") -> bool:
-    """Whether this PyTorch's own cast to float8_e4m3fn saturates on `device` ("cpu", "cuda").
-
-    Through PyTorch 2.11 an eager cast of more than 464 gave NaN, as the format has no infinity,
-    while compiled casts saturated; 2.13 saturates, infinity included (pytorch/pytorch 178817,
-    pytorch/ao 1912). Code that is to run on both clamps first. E5M2 has an infinity, and its cast
-    gives that in every version.
-    """
-    return not torch.full((1,), 1e6, device=device).to(E4M3.dtype).float().isnan().item()
 
 
 # -------------------------------------------------------------------------------------------------
