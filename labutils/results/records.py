@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,13 +63,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
-_NEEDS_A_GPU = re.compile(
-    "Torch not compiled with CUDA|Found no NVIDIA driver|instantiate dummy base class|"
-    "requires CUDA support"
-)
-"""What PyTorch says to code for a GPU where there is none."""
-
-
 def status_of(error: BaseException) -> str:
     """A run's `status` after `error`, in one line: "oom", "skipped: why" (not on this machine) or
     "error: what"."""
@@ -79,8 +71,6 @@ def status_of(error: BaseException) -> str:
         return f"skipped: {said}"
     if is_out_of_memory(error):
         return "oom"
-    if _NEEDS_A_GPU.search(said):
-        return "skipped: it takes an NVIDIA GPU, and there is none here"
     if "InvalidCxxCompiler" in said:
         return (
             "skipped: torch.compile builds C++ here, and no compiler for it works; "
