@@ -71,6 +71,7 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset
 
+# %%
 from labutils.course import plots
 from labutils.labs.lab02_profile import check_profiled, check_reading, host_us_per_kernel
 from labutils.profiling.trace import SHARES, Trace, cut_to_micro_step, profile
@@ -79,7 +80,6 @@ from labutils.results.records import REFERENCE
 from labutils.training import Benchmark
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
-# %%
 plots.use_style()
 steps = steps or (4 if lab.scale == "tiny" else 8)
 traces = lab.cache_dir / "traces" / "lab-02"
@@ -219,6 +219,21 @@ assert same.steps == recorded == 5
 assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %% [markdown]
+# With Python's functions recorded as well, `with_stack=True`, a module is a mark of its own. This is the view in which the
+# article saw the forward pass split into many small blocks. A trace keeps them in order of time; a flame graph would sort
+# them by name. It slows the host further, so take no times from it.
+
+# %%
+with torch.profiler.profile(with_stack=True) as prof:
+    optimizer_step()
+prof.export_chrome_trace(str(traces / "stacks.json"))
+modules = Counter()
+for event in json.loads((traces / "stacks.json").read_text())["traceEvents"]:
+    if event.get("name", "").startswith("nn.Module: "):
+        modules[event["name"].removeprefix("nn.Module: ").rpartition("_")[0]] += 1
+print(", ".join(f"{count} x {module}" for module, count in modules.most_common(8)))
+
+# %% [markdown]
 # Now the real networks: five steps of the stock recipe, by the same call in `labutils/profiling/trace.py`. The picture is
 # one of them. On a GPU the lower curve is the share of time in which kernels ran.
 
@@ -254,13 +269,15 @@ for index in range(8):
 image_ms = 1e3 * (time.perf_counter() - began) / 8
 kernels = len(trace.launched()) / trace.steps  # without a GPU: operators
 host_us = host_us_per_kernel(lab.results_dir, lab.machine)  # lab 00's second constant
-formula_ms = 4 * image_ms + kernels * host_us / 1e3
-print(f"4 x {image_ms:.1f} ms + {kernels:,.0f} x {host_us:.1f} us = {formula_ms:.0f} ms")
+host_ms, gpu_ms = kernels * host_us / 1e3, sum(k.ms for k in trace.kernels) / trace.steps
+formula_ms = 4 * image_ms + max(host_ms, gpu_ms)
+print(f"host: {kernels:,.0f} x {host_us:.1f} us = {host_ms:.0f} ms, GPU: {gpu_ms:.0f} ms")
+print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {formula_ms:.0f} ms")
 
 # %% [markdown]
-# The formula takes the host to be the slower side: it reads four images, then launches every kernel itself. A kernel inside
-# a module costs it several times a bare launch, because Python, autograd and autocast take part. On a CPU an operator does
-# its work in that time as well, so there the formula is a lower bound.
+# Reading images, launching kernels: the host does both, one after the other, while the GPU works kernels off. A kernel
+# inside a module costs the host several times a bare launch, because Python, autograd and autocast take part. On a CPU an
+# operator also does its work in that time, so there the formula is a lower bound.
 #
 # **Your prediction:** the time of an optimizer step, in ms. Take the formula's number, or correct it.
 
@@ -286,8 +303,8 @@ lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 #
 # Hosts differ: 504 to 1,156 ms for this step on the same GPU.
 #
-# **Takeaway.** Where the host is the slower side, a step takes data plus kernels times the host's time for one. Trust a
-# profile for counts, order and kernels, and a clock for the host.
+# **Takeaway.** A step takes data, and then what is longer: kernels times the host's time for one, or the kernels themselves.
+# Trust a profile for counts, order and kernels. Trust a clock for the host.
 
 # %% [markdown]
 # ## 4 · What utilisation says
@@ -386,8 +403,8 @@ lab.verdict("A1.overheads.host", "A1.stock.data", "A1.stock.launches")
 # Profiling stretches the host's time, on the H200 by 1.5 times. The second bar takes that out again: kernels as recorded,
 # the wait for data as timed, the rest in the recorded proportions.
 #
-# **Takeaway.** A GPU idles in two ways. A few long gaps, on the H200 eight a step of 25 ms each, wait for images: lab 03.
-# Thousands of tiny ones wait for the next launch: lab 04.
+# **Takeaway.** A GPU idles in two ways. A few long gaps wait for images: lab 03. On the H200 they were eight
+# a step, of 25 ms each while profiled. Thousands of tiny ones wait for the next launch: lab 04.
 
 # %% [markdown]
 # ## 6 · Read a real trace

@@ -80,7 +80,8 @@ def test_every_claim_and_untested_statement_says_what_was_published_and_why():
 def test_every_claim_selects_a_run_of_the_reference_or_says_why_not(reference):
     for one in EVERY.values():
         missing = [tags for tags in one.runs.values() if not reference.select(one.lab, **tags)]
-        assert not missing or one.lab == "09" and "tensorflow" in str(missing), one.id
+        awaited = one.lab == "02" and all(tags["experiment"] == "gaps" for tags in missing)
+        assert not missing or awaited or one.lab == "09" and "tensorflow" in str(missing), one.id
         if not one.judge:
             assert one.reason, one.id
 
