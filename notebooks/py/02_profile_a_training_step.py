@@ -185,15 +185,15 @@ print(f"losses: {optimizer_step():.3f}, {optimizer_step():.3f}")
 # **Question.** What does `torch.profiler` write down?
 #
 # **Technique.** It writes a *trace*: what ran when, on the host and on the GPU. The schedule is the article's: pass over one
-# step, warm the profiler up in the next, record five.
+# step, warm the profiler up in the next, then record. The article records five; three will do here.
 
 # %%
 prof = torch.profiler.profile(
-    schedule=torch.profiler.schedule(wait=1, warmup=1, active=5, repeat=1),
+    schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
     on_trace_ready=torch.profiler.tensorboard_trace_handler(str(traces / "small")),
 )
 prof.start()
-for _ in range(7):
+for _ in range(5):
     optimizer_step()
     prof.step()  # the article calls it once a micro-step
 prof.stop()
@@ -215,7 +215,7 @@ for phase in ("data", "encode", "forward", "backward", "clip", "optimizer", "log
     print(f"{phase:10} {phase_ms[phase]:7.2f} ms a step, profiled")
 
 same = Trace.read(path)  # the course's own reader
-assert same.steps == recorded == 5
+assert same.steps == recorded == 3
 assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %% [markdown]
@@ -224,14 +224,14 @@ assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 # them by name. It slows the host further, so take no times from it.
 
 # %%
-with torch.profiler.profile(with_stack=True) as prof:
-    optimizer_step()
+with torch.profiler.profile(with_stack=True) as prof, torch.no_grad():
+    unet(torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
 prof.export_chrome_trace(str(traces / "stacks.json"))
 modules = Counter()
 for event in json.loads((traces / "stacks.json").read_text())["traceEvents"]:
     if event.get("name", "").startswith("nn.Module: "):
         modules[event["name"].removeprefix("nn.Module: ").rpartition("_")[0]] += 1
-print(", ".join(f"{count} x {module}" for module, count in modules.most_common(8)))
+print(f"{modules.total()} modules in a forward pass:", dict(modules.most_common(12)))
 
 # %% [markdown]
 # Now the real networks: five steps of the stock recipe, by the same call in `labutils/profiling/trace.py`. The picture is
@@ -481,7 +481,7 @@ lab.table(("phase", "waits a step", "ms, profiled"), *rows)
 
 # %% [markdown]
 # On the H200 both witnesses count 17: eight copies, eight losses, and one read of `found_inf`, by which `GradScaler` learns
-# whether a gradient overflowed. Together they took 1.7 ms of 533. This host has no lead over the GPU that a wait could cost.
+# whether a gradient overflowed. Together they took 1.7 ms, profiled. This host has no lead over the GPU for a wait to cost.
 #
 # **Takeaway.** A wait costs the lead that the host has over the GPU. In the stock loop it has none. Once the loop is tuned,
 # it has.
@@ -540,8 +540,9 @@ print(f"a value written and flushed: {median(flush_ms):.2f} ms")
 
 # %% [markdown]
 # **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Eight
-# latents a micro-step keep an H200 as busy: there the GPU sets the pace, and a wait can cost. The same loop runs twice in
-# turns. One reads each loss and flushes each step. The other keeps losses on the device and writes them later.
+# drawn latents a micro-step, instead of one image, let the GPU set the pace here, too, so that a wait can cost; see GPU-busy
+# in the table. Two such loops take turns. One reads each loss and flushes each step. The other keeps losses on the device
+# and writes them later.
 
 # %%
 paced = STOCK.but(micro_batch=8, cache="latents+text")
@@ -662,7 +663,7 @@ POSITIONS = 48
 
 
 def hurried_step(x):
-    """x [8, 48, 64] -> the loss, and the gradient of `layer`'s weight"""
+    """x [4, 48, 64] -> the loss, and the gradient of `layer`'s weight"""
     table = [
         [math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)
     ]
@@ -679,7 +680,7 @@ def calm_step(x):
 
 def hidden_states(seed: int) -> tuple:
     torch.manual_seed(seed)
-    return (torch.randn(8, POSITIONS, layer.in_features, device=device),)
+    return (torch.randn(4, POSITIONS, layer.in_features, device=device),)
 
 
 print(faster_than(4, hurried_step, calm_step, hidden_states, times=3))
