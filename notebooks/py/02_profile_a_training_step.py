@@ -101,9 +101,9 @@ vae, text_encoder = nn.Conv2d(3, 4, 8, stride=8).to(device), nn.Embedding(1000, 
 unet = UNet2DConditionModel(
     sample_size=8,
     layers_per_block=1,
-    block_out_channels=(32, 64),
-    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    block_out_channels=(32,),
+    down_block_types=("CrossAttnDownBlock2D",),
+    up_block_types=("CrossAttnUpBlock2D",),
     cross_attention_dim=32,
     attention_head_dim=4,
 ).to(device)
@@ -197,11 +197,9 @@ for _ in range(5):
     optimizer_step()
     prof.step()  # the article calls it once a micro-step
 prof.stop()
-print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=6))
 
 # %% [markdown]
-# `key_averages()` sums over all calls of a name. The order in time is in the file. It is JSON: a list of events, with times
-# in microseconds.
+# The file is JSON: a list of events in order of time, with times in microseconds.
 
 # %%
 (path,) = (traces / "small").glob("*.pt.trace.json")
@@ -219,13 +217,15 @@ assert same.steps == recorded == 3
 assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %% [markdown]
-# With Python's functions recorded as well, `with_stack=True`, a module is a mark of its own. This is the view in which the
-# article saw the forward pass split into many small blocks. A trace keeps them in order of time; a flame graph would sort
-# them by name. It slows the host further, so take no times from it.
+# Without the file, `key_averages()` sums over all calls of a name. And with Python's functions recorded as well,
+# `with_stack=True`, a module is an event of its own: so the article saw the forward pass split into many small blocks. A
+# trace keeps them in order of time; a flame graph would sort them by name. Stacks slow the host further.
 
 # %%
 with torch.profiler.profile(with_stack=True) as prof, torch.no_grad():
     unet(torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
+print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=6))
+
 prof.export_chrome_trace(str(traces / "stacks.json"))
 modules = Counter()
 for event in json.loads((traces / "stacks.json").read_text())["traceEvents"]:
@@ -577,6 +577,8 @@ import gzip
 import math
 
 from labutils.course.exercises import check, faster_than, solved
+
+torch.set_num_threads(1)  # tensors this small gain nothing from more
 
 # %% [markdown]
 # **1. Three questions to a trace.** All are about the file of section 6. How many kernels are in it? What is the longest
