@@ -199,7 +199,7 @@ for _ in range(5):
 prof.stop()
 
 # %% [markdown]
-# The file is JSON: a list of events in order of time, with times in microseconds.
+# The file is JSON: a list of events, with times in microseconds.
 
 # %%
 (path,) = (traces / "small").glob("*.pt.trace.json")
@@ -217,21 +217,25 @@ assert same.steps == recorded == 3
 assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %% [markdown]
-# Without the file, `key_averages()` sums over all calls of a name. And with Python's functions recorded as well,
+# Without the file, `key_averages()` sums over all calls of a name. With Python's functions recorded as well,
 # `with_stack=True`, a module is an event of its own: so the article saw the forward pass split into many small blocks. A
-# trace keeps them in order of time; a flame graph would sort them by name. Stacks slow the host further.
+# viewer shows them in order of time, where a flame graph sorts them by name. Stacks slow the host further.
 
 # %%
-with torch.profiler.profile(with_stack=True) as prof, torch.no_grad():
-    unet(torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
+inputs = (torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
+with torch.profiler.profile() as prof:
+    unet(*inputs)
 print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=6))
 
+with torch.profiler.profile(with_stack=True) as prof:
+    unet(*inputs)
 prof.export_chrome_trace(str(traces / "stacks.json"))
 modules = Counter()
 for event in json.loads((traces / "stacks.json").read_text())["traceEvents"]:
     if event.get("name", "").startswith("nn.Module: "):
         modules[event["name"].removeprefix("nn.Module: ").rpartition("_")[0]] += 1
-print(f"{modules.total()} modules in a forward pass:", dict(modules.most_common(12)))
+blocks = {name: count for name, count in modules.items() if "Block" in name}
+print(f"{modules.total()} modules in a forward pass; blocks: {blocks}")
 
 # %% [markdown]
 # Now the real networks: five steps of the stock recipe, by the same call in `labutils/profiling/trace.py`. The picture is
@@ -403,8 +407,8 @@ lab.verdict("A1.overheads.host", "A1.stock.data", "A1.stock.launches")
 # Profiling stretches the host's time, on the H200 by 1.5 times. The second bar takes that out again: kernels as recorded,
 # the wait for data as timed, the rest in the recorded proportions.
 #
-# **Takeaway.** A GPU idles in two ways. A few long gaps wait for images: lab 03. On the H200 they were eight
-# a step, of 25 ms each while profiled. Thousands of tiny ones wait for the next launch: lab 04.
+# **Takeaway.** A GPU idles in two ways. A few long gaps wait for images: lab 03. On the H200 they were eight a step, of 25 ms
+# each while profiled. Thousands of tiny ones wait for the next launch: lab 04.
 
 # %% [markdown]
 # ## 6 · Read a real trace
