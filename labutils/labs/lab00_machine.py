@@ -39,3 +39,10 @@ def operation_runs(scale: str, device: str, dtype: str) -> dict[str, Run]:
         }
         runs[one.name] = run
     return runs
+
+
+def module_factor(run: Run | None) -> float | None:
+    """How many times a bare launch the launch of a module's kernel costs the host; None where it
+    was not measured."""
+    module, bare = (run.metric(name) if run else None for name in ("module_launch_us", "launch_us"))
+    return module / bare if module and bare else None

@@ -69,7 +69,8 @@ def roofline(ax: Axes, roofs: Mapping[str, Roofline], runs: Mapping[str, Run]) -
     ax.set_ylim(bottom=lowest / 4)
     for name, point in points.items():
         ax.plot(*point, "o", color=RUST, markeredgecolor=PAPER, zorder=3)
-        layout.number(ax, name, *point, va="top")
+        paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
+        layout.number(ax, name, *point, va="top", bbox=paper)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.set(xlabel="FLOP per byte of memory traffic", ylabel="TFLOP/s")
