@@ -563,6 +563,8 @@ solved(check_ratio(in_turns))
 
 # %% tags=["exercise"]
 ADAPTERS = 256
+if device == "cpu":
+    torch.set_num_threads(1)  # products this small gain nothing from more
 
 
 def one_by_one(rows, adapters):
