@@ -4,6 +4,7 @@ phases.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -47,6 +48,7 @@ def phases_run(
     """The first step of `optimizer` on `loss()`: the GB of `module`'s own tensors, and the peak in
     the forward pass, the backward pass and the update. On a GPU the allocator's, elsewhere of what
     operations return. What else was allocated before is left out."""
+    gc.collect()  # what an earlier model left must not go away while this one is measured
     known, on_gpu = tensors_of(module), cuda.available()
     weights = bytes_of(known) / cuda.GB
     record = nullcontext() if on_gpu else TensorRecord(known)

@@ -71,8 +71,11 @@ from labutils.results.records import Run
 plots.use_style()
 torch.manual_seed(0)
 device, tiny = lab.device, lab.scale == "tiny"
-half, dtype = (torch.float32, "fp32") if device == "cpu" else (torch.bfloat16, "bf16")
-if device == "cpu":
+half, dtype = torch.bfloat16, "bf16"
+if device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+    half, dtype = torch.float16, "fp16"
+elif device == "cpu":
+    half, dtype = torch.float32, "fp32"
     torch.set_num_threads(1)  # matrices this small gain nothing from more
 
 # %% [markdown]
@@ -428,9 +431,9 @@ tasks = {"portraits": correction(), "landscapes": correction()}
 adapters = {name: learn(task, r=4, steps=500) for name, task in tasks.items()}
 A, B = adapters["portraits"]
 adapters["no adapter"] = A, torch.zeros_like(B)
+print("error on    ", *(f"{task:>11}" for task in tasks))
 for name, pair in adapters.items():
-    off = {task: f"{error(*pair, target):.2f}" for task, target in tasks.items()}
-    print(f"{name:10}  error on {off}")
+    print(f"{name:12}", *(f"{error(*pair, target):11.2f}" for target in tasks.values()))
 
 # %% [markdown]
 # Each adapter has learned its own task. On the other's it is worse than no adapter at all. In a file, an adapter of rank 4 on a
@@ -532,16 +535,19 @@ print(
 
 # %%
 full = lab.scale == "full"
-sizes = {"sample_size": 64, "cross_attention_dim": 768}
-narrow = {"block_out_channels": (32, 64, 64, 64), "norm_num_groups": 8, "layers_per_block": 1}
 side, context = (64, 768) if full else (32, 64)
+sizes = {"sample_size": side, "cross_attention_dim": context}
+if not full:
+    sizes |= {"block_out_channels": (32, 64, 64, 64), "norm_num_groups": 8, "layers_per_block": 1}
 inputs = (torch.randn(1, 4, side, side), torch.tensor(500), torch.randn(1, 77, context))
 inputs = [tensor.to(device) for tensor in inputs]
 
 
 def first_step(name, r=0, **adamw):
-    unet = UNet2DConditionModel(**(sizes if full else narrow | {"cross_attention_dim": 64}))
-    unet = attach(unet, ATTENTION, r, r).to(device) if r else unet.to(device)
+    with torch.device(device):
+        unet = UNet2DConditionModel(**sizes)
+    if r:
+        attach(unet, ATTENTION, r, r)
     trained = [p for p in unet.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, **adamw)
     return phases_run(name, unet, lambda: unet(*inputs).sample.square().mean(), optimizer)
