@@ -73,6 +73,7 @@ from labutils.recipe import Unavailable
 from labutils.results.records import Run, summarise
 from labutils.tools import doctor
 
+# %%
 plots.use_style()
 device, half, dtype = lab.device, torch.float32, "fp32"  # a CPU trains in fp32 in this course
 if device == "cuda" and torch.cuda.get_device_capability() >= (8, 0):

@@ -68,6 +68,7 @@ from labutils.profiling.measured_rates import measured_roofline
 from labutils.profiling.memory_model import planned, saved_for_backward
 from labutils.results.records import Run
 
+# %%
 plots.use_style()
 torch.manual_seed(0)
 device, tiny = lab.device, lab.scale == "tiny"
