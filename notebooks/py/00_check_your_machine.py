@@ -104,7 +104,8 @@ print(doctor.render(doctor.examine(), width=84))
 #
 # **Technique.** Warm up: the first calls load kernels and allocate memory. Put *events* into the GPU's queue, which the
 # GPU stamps as it gets to them. Synchronise before you read them. Repeat, and take the median. A CPU works within the
-# call, so there its own clock will do.
+# call, so there its own clock will do. One limit remains: of a call shorter than a launch this times the launch. Section 5
+# has the cure.
 
 
 # %%
@@ -396,16 +397,16 @@ with lab.attempt("The launches of a module"):
 lab.keep(machine);
 
 # %% [markdown]
-# The model is tiny, so the GPU never holds up the host: what you time is the host. This second constant predicts a real
-# step. Lab 02 counts a step's kernels and tests the prediction: **kernels × the module's time a launch**. Hosts differ,
-# so use your own.
+# The model is tiny, so the GPU never holds up the host: what you time is the host. This is the second constant. Lab 02 counts
+# a real step's kernels and tests the prediction that it makes: **kernels × a module's launch**. Hosts differ, so use
+# your own.
 #
 # If that is longer than the kernels themselves take, the GPU waits, and the step is **launch-bound**. A faster card won't
 # shorten it. Article A3 found this with a profiler: on a mixture-of-experts model its host was the limit, and the slower
 # card won by 1.3x (lab 08).
 #
-# **Takeaway.** Rate, bandwidth and the bare launch bound a step from below. The module's launch predicts what the host
-# really needs.
+# **Takeaway.** Rate, bandwidth and the bare launch bound a step from below. For what the host really needs, count with a
+# module's launch.
 
 # %% [markdown]
 # ## 6 · A card that PyTorch was not built for

@@ -20,8 +20,7 @@
 #
 # Every lab after this one trains with LoRA, low-rank adaptation. Article A1 introduces it in one paragraph: leave the
 # pretrained weight $W$ alone, and train a correction that is the product of two thin matrices, $W' = W + BA$. Here you
-# write it, and test what follows: how much there is to train, what a rank can express, what it costs in time, what merging
-# loses, and which part of training memory it saves.
+# write it. Then you test what follows for parameters, expressiveness, time, precision and memory.
 #
 # **After this lab you can**
 # - write a LoRA layer, attach it to any model, merge it and swap it;
@@ -207,8 +206,8 @@ lab.keep(Run("01", "lora-counts", metrics=counts))
 lab.verdict("A1.lora.count")
 
 # %% [markdown]
-# The article's example is a single layer. In a whole model the share depends on which layers are adapted: about a
-# thousandth in SD1.5, where only attention is, and nearly three thousandths where all of a language model's projections are.
+# The article's example is a single layer. In a whole model the share depends on which layers are adapted. In SD1.5 it is
+# only attention: about a thousandth. In Qwen3-8B it is every projection: nearly three thousandths.
 #
 # **Takeaway.** LoRA trains about a thousandth of a model's numbers. Whether it takes a thousandth of the time or of the memory
 # is another question: sections 4 and 6.
@@ -306,9 +305,9 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 # 0.6 %. Is it?
 #
 # Lab 00 says to look at the bytes as well. Forward, an adapter reads $x$, reads $y$ and writes their sum. Backward it reads the
-# gradient twice, reads $x$ again, and adds to the gradient of $x$. That makes $8nd$ numbers, whatever the rank. In two bytes
-# each, over the frozen layer's time, they add at least **4 · ridge / d**, with lab 00's ridge in FLOP per byte: 18 % at
-# 4,096 on an H200.
+# gradient twice, reads $x$ again, and adds to the gradient of $x$. That makes $8nd$ numbers, whatever the rank. Take two
+# bytes a number and the frozen layer's time: the share added is at least **4 · ridge / d**. An H200's ridge in lab 00 is
+# 185 FLOP per byte, so that is 18 % at 4,096.
 #
 # **Your prediction:** what LoRA of rank 8 adds to the wider layer's time here, in percent.
 
@@ -446,8 +445,9 @@ for name, pair in adapters.items():
 # %% [markdown]
 # ## 6 · What training memory is made of
 #
-# **Question.** Training holds the weights, their gradients, the optimizer's state, and the *activations*: results of the
-# forward pass that the backward pass needs. LoRA trains a thousandth of the weights. By what factor does the *whole* shrink?
+# **Question.** Training holds the weights, their gradients, the optimizer's state, and the *activations*. Those are results
+# of the forward pass that the backward pass needs. LoRA trains a thousandth of the weights. By what factor does the
+# *whole* shrink?
 #
 # A trained number in fp32 with AdamW takes 4 + 4 + 4 + 4 = 16 bytes: weight, gradient, two moments. In pure bf16 it takes
 # 2 + 2 + 2 + 2 = 8. A frozen number takes 2 in bf16.
@@ -629,9 +629,9 @@ def least_rank_solution(target: torch.Tensor, tolerance: float) -> int:
 solved(check_least_rank(least_rank_solution))
 
 # %% [markdown]
-# **3. LoRA on a convolution.** Write it yourself: $A$ is a convolution like the frozen one with only $r$ output channels,
-# $B$ a 1 × 1 convolution from these to all output channels, and neither has a bias. The check gives you $A$ and $B$, and
-# compares output and gradients with PEFT's.
+# **3. LoRA on a convolution.** Write it yourself. $A$ is a convolution like the frozen one, with only $r$ output channels.
+# $B$ is a 1 × 1 convolution from these to all output channels. Neither has a bias. The check fills both with PEFT's
+# numbers, and compares output and gradients.
 
 
 # %% tags=["exercise"]
