@@ -211,7 +211,7 @@ with lab.attempt("A data sheet to compare with"):
 
 # %%
 began, rates = time.perf_counter(), []
-while time.perf_counter() - began < (2 if device == "cuda" else 0.5):
+while time.perf_counter() - began < (2 if device == "cuda" else 0.4):
     rates.append(2 * n**3 / time_ms(lambda: a @ b, repeats=10, warm_up=0) / 1e9)
 lasts = median(rates[len(rates) // 2 :])
 print(f"first ten products {rates[0]:.3g} TFLOP/s, in the second half {lasts:.3g}")
@@ -294,10 +294,10 @@ plots.roofline(plt.gca(), roofs, operations);
 # A share well below 1 is where time can be gained. Above 1: part of the data came from a cache, or the operation's kernel is
 # better than the probe's.
 #
-# **Why is attention at a third of its floor on an H200?** The floor counts two products. Attention also takes one
-# exponential for each pair of tokens and head, 537 million here. An H100 does 3.9 · 10¹² of those a second by its
-# makers' count [FlashAttention-3], so they alone need 0.14 ms, where the products need 0.11. And the usual kernels are
-# made for heads of 32, 64, 128: a head of 40 is computed as one of 64. Test it: the same FLOPs with fewer, wider heads.
+# **Attention takes about three times its floor on an H200. Why?** The floor counts two products. Attention also takes one
+# exponential for each pair of tokens and head: 537 million at `full`. The paper on FlashAttention-3 gives an H100 3.9 · 10¹²
+# of them a second. So they alone need 0.14 ms, where the products need 0.11. And the usual kernels are made for heads of
+# 32, 64 or 128: a head of 40 is computed as one of 64. Test both reasons: the same FLOPs, with fewer and wider heads.
 
 # %%
 my_wide_heads = None  # times faster, 5 heads of 128 against 16 of 40; exponentials: 16 / 5
@@ -316,8 +316,8 @@ for heads, each in ((20, 32), (16, 40), (10, 64), (5, 128)):
 # The products are the same in all four lines. What differs is the number of exponentials, and how well a head fills its
 # kernel.
 #
-# The convolution's share has a similar reason. Its 320 channels fill tiles of 128 to 83 %, and in 60 µs a kernel's start
-# and end count.
+# The convolution reaches 60 % there. Two likely reasons, which this lab doesn't separate: 320 channels fill tiles of 128 to
+# 83 %, and in 60 µs a kernel's start and end count.
 #
 # **Takeaway.** Divide an operation's FLOPs by its bytes before you optimise it. If it misses its floor, ask what the
 # count leaves out.

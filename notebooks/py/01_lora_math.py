@@ -352,7 +352,7 @@ def floors_ms(n, d, size, floor_ms):
 
 # %%
 cost = []
-for n, d in ((512, 320), (256, 1024)) if tiny else ((16384, 320), (4096, 4096)):
+for n, d in ((512, 320), (128, 1024)) if tiny else ((16384, 320), (4096, 4096)):
     x = torch.randn(n, d, device=device, dtype=half, requires_grad=True)
     layers, upstream = layers_of(d), torch.randn_like(x)
     passes = {name: partial(forward_and_backward, one, x, upstream) for name, one in layers.items()}
