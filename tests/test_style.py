@@ -1,12 +1,16 @@
 """How the course is written: short lines, short functions, notebooks clean and paired."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
 import jupytext
 import nbformat
 import pytest
+
+from labutils.course.recorded import cells_of_an_older_edition
+from labutils.results.records import REFERENCE
 
 HOUSE = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((HOUSE / "notebooks").glob("**/*.ipynb"))
@@ -65,3 +69,43 @@ def test_cells_are_short_enough_to_be_read(path: Path):
         if cell.cell_type == "code" and not exercise and len(lines) > MOST_LINES_A_CELL:
             long[lines[0]] = len(lines)
     assert not long
+
+
+SECOND_EDITION: tuple[str, ...] = ()
+"""Labs that have been rewritten."""
+MOST_WORDS, MOST_BOOKKEEPING = 2500, 0.15
+BOOKKEEPING = re.compile(
+    r"keep|Run\(|metrics|theirs|h200|reference|table|fig|ax\b|ax\.|rows|plt\.|plots\."
+    r"|lab\.show|lab\.verdict|lab\.done|tags"
+)
+
+
+@pytest.mark.parametrize("number", SECOND_EDITION)
+def test_a_lab_has_few_words_and_little_bookkeeping(number):
+    (path,) = (HOUSE / "notebooks").glob(f"{number}_*.ipynb")
+    cells = nbformat.read(path, as_version=4).cells
+    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
+    code = [
+        line
+        for cell in cells
+        if cell.cell_type == "code" and "exercise" not in cell.metadata.get("tags", [])
+        for line in cell.source.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    kept = sum(bool(BOOKKEEPING.search(line)) for line in code) / len(code)
+    assert (words <= MOST_WORDS, kept <= MOST_BOOKKEEPING) == (True, True), (words, kept)
+
+
+OLDER_EDITIONS = {f"{number:02}" for number in range(11)}
+"""Labs that were rewritten since our H200 executed them; in the end none is left."""
+
+
+def test_what_our_h200_recorded_is_the_lab_as_it_stands():
+    older = set()
+    for path in REFERENCE.parent.glob("*.ipynb"):
+        books = (
+            nbformat.read(book, as_version=4) for book in (path, HOUSE / "notebooks" / path.name)
+        )
+        if cells_of_an_older_edition(*books):
+            older.add(path.stem[:2])
+    assert older == OLDER_EDITIONS

@@ -1,8 +1,12 @@
-"""What a cell printed when its lab was executed on our H200, for machines that can't run it."""
+"""What a cell printed when its lab was executed on our H200, for machines that can't run it; and
+whether an executed notebook is of the lab as it stands.
+"""
 
 from __future__ import annotations
 
 from typing import Any
+
+from nbformat import NotebookNode
 
 from labutils.results import records
 
@@ -17,6 +21,12 @@ def outputs_of(number: str, source: str) -> list[dict[str, Any]]:
             if cell.cell_type == "code" and cell.source.strip() == source.strip():
                 return [output for output in cell.outputs if output.output_type != "error"]
     return []
+
+
+def cells_of_an_older_edition(executed: NotebookNode, today: NotebookNode) -> int:
+    """How many of the lab's cells, as it stands `today`, are not in its `executed` notebook."""
+    there = {cell.source.strip() for cell in executed.cells}
+    return sum(cell.source.strip() not in there for cell in today.cells)
 
 
 def source_of_this_cell() -> str:

@@ -37,10 +37,10 @@ from labutils.workloads.base import Work, Workload
 LOG = logging.getLogger(__name__)
 """Failures with their tracebacks, at the level INFO: a run's status has one line."""
 AfterStep = Callable[[Trainer], None]
-ROUNDS = {"tiny": 3, "small": 8, "full": 8}
+ROUNDS = {"tiny": 2, "small": 8, "full": 8}
 """Rounds of a comparison by scale. Effects are bootstrapped over rounds, which takes 8 or more; at
-tiny, where times are judged by nobody, 3 keep a lab within two minutes."""
-ROUND_MS = 400
+tiny, where nobody judges times, 2 keep a lab short."""
+ROUND_MS = {"tiny": 100, "small": 400, "full": 400}
 """A round lasts at least this long: a handful of 25 ms steps can't tell noise from drift."""
 SETTLE_MS = 100
 """A recipe runs at least this long before it is timed."""
@@ -169,7 +169,8 @@ class Benchmark:
         times = {run: StepTimes() for run in visits}
         able = [name for name in recipes if name in self.candidates]
         lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
-        counts = {n: max(steps, math.ceil(ROUND_MS / self.candidates[n].step_ms)) for n in able}
+        round_ms = ROUND_MS[self.workload.scale]
+        counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
         if self.same_batches:  # the same ones for each candidate
             counts = dict.fromkeys(counts, max(counts.values(), default=steps))
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
@@ -311,8 +312,9 @@ class Candidate:
             raise
         # Without a warm-up the first step has to do for an estimate, unless the compiler was at
         # work in it.
-        first = 1e3 * self.first_step_s if recipe.compile == "off" else ROUND_MS
-        estimate = min(warm.step_ms, default=max(ROUND_MS, first))
+        least = ROUND_MS[workload.scale]
+        first = 1e3 * self.first_step_s if recipe.compile == "off" else least
+        estimate = min(warm.step_ms, default=max(least, first))
         self.step_ms = self.trainer.ranks.most(estimate)  # one number of steps for all
         self.memory = self._peak_memory(before, built)
         self.timed_from = self.trainer.batches.taken

@@ -859,9 +859,9 @@ lab.predict("exact titles after fine-tuning", my_titles, "%")
 
 # %%
 reader = Reader(lab.device)
-curves = {"explain, all weights": reader.learn_to_explain(200)}
+curves = {"explain, all weights": reader.learn_to_explain(160)}
 before = {"explains": reader.matches(None, "explain"), "title": reader.matches(None, "title")}
-curves["title, adapter"] = reader.fine_tune("title", 100)
+curves["title, adapter"] = reader.fine_tune("title", 85)
 after = reader.matches("title", "title")
 style = {
     "exact_before": before["title"],

@@ -41,7 +41,7 @@ def workload(monkeypatch, shared):
     roofline = Roofline(rate=1.0, bandwidth=100.0)
     monkeypatch.setattr(benchmark, "probe_machine", lambda *items: None)
     monkeypatch.setattr(benchmark, "measured_roofline", lambda dtype: roofline)
-    monkeypatch.setattr(benchmark, "ROUND_MS", 1)
+    monkeypatch.setitem(benchmark.ROUND_MS, "tiny", 1)
     monkeypatch.setattr(benchmark, "SETTLE_MS", 1)
     return workload
 

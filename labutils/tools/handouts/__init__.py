@@ -22,11 +22,12 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
+from labutils.course.recorded import cells_of_an_older_edition
 from labutils.course.solutions import with_solutions
 from labutils.results import records, report
 from labutils.tools.handouts import documents, editions, index
 from labutils.tools.handouts.documents import Chapter
-from labutils.tools.run.arguments import UsageError, path_of
+from labutils.tools.run.arguments import NOTEBOOKS, UsageError, path_of
 
 Records = Sequence[dict[str, Any]]
 MADE, A_LAB_LEFT_OUT, WRONG_USAGE = 0, 1, 2
@@ -146,6 +147,10 @@ def _chapter(path: Path, known: Records, edition: str) -> Chapter:
         if edition != editions.EXECUTED:
             raise
         facts, at = {"mind": str(mismatch)}, NEVER
+    lab = NOTEBOOKS / path.name
+    if lab.is_file() and (count := cells_of_an_older_edition(notebook, nbformat.read(lab, 4))):
+        older = f"an older edition: {count} cells of the lab as it stands are not in it"
+        facts.setdefault("mind", older)
     return Chapter(path.stem, edition, editions.edition_of(notebook, edition), facts, at)
 
 
