@@ -574,7 +574,7 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, easiest first. Each cell checks itself.
+# Four exercises, the easiest first. Each cell checks itself.
 
 # %%
 import gzip
