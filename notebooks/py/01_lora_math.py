@@ -576,10 +576,10 @@ lab.show(lab.keep(phases), names, experiment="memory by phase")
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself. `lab.solution("01.1")` shows a solution of the first.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("01.1")` shows how the first can be solved.
 
 # %%
-from labutils.course.exercises import check, difference, faster_than, solved
+from labutils.course.exercises import check, difference, faster_than
 
 # %% [markdown]
 # **1. Count without building.** Qwen3-8B has 32 query heads, which share 8 key and value heads; each head has 128
@@ -589,11 +589,6 @@ from labutils.course.exercises import check, difference, faster_than, solved
 # %% tags=["exercise"]
 my_count = None  # a whole number
 print(check("01.1", my_count))
-
-# %% tags=["solution"]
-query, key = (4096 + 32 * 128) * 16, (4096 + 8 * 128) * 16
-my_count = 36 * (2 * query + 2 * key)
-solved(check("01.1", my_count))
 
 # %% [markdown]
 # **2. The rank that is enough.** Write `least_rank`: the smallest rank whose best approximation of `target` leaves a
@@ -618,15 +613,6 @@ def check_least_rank(answer) -> str:
 
 print(check_least_rank(least_rank))
 
-
-# %% tags=["solution"]
-def least_rank_solution(target: torch.Tensor, tolerance: float) -> int:
-    sigma = torch.linalg.svdvals(target).double()
-    left = torch.stack([sigma[r:].norm() / sigma.norm() for r in range(len(sigma) + 1)])
-    return int((left <= tolerance + 1e-6).nonzero()[0])
-
-
-solved(check_least_rank(least_rank_solution))
 
 # %% [markdown]
 # **3. LoRA on a convolution.** Write it yourself. $A$ is a convolution like the frozen one, with only $r$ output channels.
@@ -684,21 +670,6 @@ def check_conv(layer) -> str:
 print(check_conv(LoRAConv))
 
 
-# %% tags=["solution"]
-class SolvedConv(nn.Module):
-    def __init__(self, base, r, alpha):
-        super().__init__()
-        self.base, self.scale = base.requires_grad_(False), alpha / r
-        like = {"stride": base.stride, "padding": base.padding, "dilation": base.dilation}
-        self.A = nn.Conv2d(base.in_channels, r, base.kernel_size, bias=False, **like)
-        self.B = nn.Conv2d(r, base.out_channels, 1, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.scale * self.B(self.A(x))
-
-
-solved(check_conv(SolvedConv))
-
 # %% [markdown]
 # **4. Make it faster.** Here is a backward pass by the book. It first computes the gradient of the merged weight,
 # $G = (\partial L / \partial Y)^\top X$, and from it $\partial L/\partial A = B^\top G$ and $\partial L/\partial B = G A^\top$.
@@ -725,13 +696,6 @@ def a_batch(seed: int) -> tuple:
 
 print(faster_than(4, by_the_book, backward, a_batch, times=2, tolerance=1e-3))
 
-
-# %% tags=["solution"]
-def thin_backward(x, dy, A, B):  # d x d numbers are never formed
-    return {"A's gradient": (dy @ B).T @ x, "B's gradient": dy.T @ (x @ A.T)}
-
-
-solved(faster_than(4, by_the_book, thin_backward, a_batch, times=2, tolerance=1e-3))
 
 # %% [markdown]
 # ## What to read on
