@@ -574,13 +574,12 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("02.1")` shows how the first can be solved.
 
 # %%
-import gzip
 import math
 
-from labutils.course.exercises import check, faster_than, solved
+from labutils.course.exercises import check, faster_than
 
 torch.set_num_threads(1)  # tensors this small gain nothing from more
 
@@ -597,19 +596,6 @@ my_us_a_launch: float | None = None
 my_reading = {"kernels": my_kernels, "longest_gap_ms": my_longest_gap_ms}
 print(check_reading(micro_step, **my_reading, us_a_launch=my_us_a_launch))
 
-# %% tags=["solution"]
-events = json.loads(gzip.decompress(micro_step.path.read_bytes()))["traceEvents"]
-forward = next(event for event in events if event["name"] == "forward")
-launches = [e["ts"] for e in events if "Launch" in e["name"] and e["ph"] == "X"]
-gpu_work = spans_of("kernel", "gpu_memcpy", "gpu_memset") or spans_of("cpu_op")
-inside = launches or [1e3 * start for start, _ in spans_of("cpu_op")]
-inside = [ts for ts in inside if forward["ts"] <= ts < forward["ts"] + forward["dur"]]
-reached, gap_ms = 0.0, 0.0
-for start, end in [*sorted(gpu_work), (micro_step.wall_ms, micro_step.wall_ms)]:
-    gap_ms, reached = max(gap_ms, start - reached), max(reached, end)
-reading = {"kernels": len(spans_of("kernel") or spans_of("cpu_op")), "longest_gap_ms": gap_ms}
-solved(check_reading(micro_step, **reading, us_a_launch=forward["dur"] / len(inside)))
-
 # %% [markdown]
 # **2. Profile a loop.** Write `profiled`. It records `step` by the schedule wait 1, warm-up 1, active 3, and returns the
 # milliseconds a step of each `record_function` mark, as a dictionary. The check runs it on a step whose times it knows by
@@ -624,27 +610,6 @@ def profiled(step, folder):
 print(check_profiled(profiled))
 
 
-# %% tags=["solution"]
-def profiled_solution(step, folder):
-    prof = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder)),
-    )
-    prof.start()
-    for _ in range(5):
-        step()
-        prof.step()
-    prof.stop()
-    (file,) = folder.glob("*.pt.trace.json")
-    took = Counter()
-    for event in json.loads(file.read_text())["traceEvents"]:
-        if event.get("cat") == "user_annotation":
-            took[event["name"]] += event["dur"] / 1e3 / 3
-    return took
-
-
-solved(check_profiled(profiled_solution))
-
 # %% [markdown]
 # **3. Micro-step or optimizer step?** The article never says what its "step" is. Tuned, it took 98 ms at 85 % utilisation.
 # How many milliseconds of GPU work are that? How many an image, if the step held four? An H200 needs 33 to 39 ms of kernels
@@ -656,9 +621,6 @@ my_gpu_ms_of_four: float | None = None
 my_step = ""  # "micro-step" or "optimizer step"
 
 print(check("02.3", (my_gpu_ms, my_gpu_ms_of_four, my_step) if my_gpu_ms else None))
-
-# %% tags=["solution"]
-solved(check("02.3", (0.85 * 98, 0.85 * 98 / 4, "micro-step")))
 
 # %% [markdown]
 # **4. Make it faster.** This step was written in a hurry. Find out what it spends its time on, with your `profiled` or by
@@ -690,22 +652,6 @@ def hidden_states(seed: int) -> tuple:
 
 
 print(faster_than(4, hurried_step, calm_step, hidden_states, times=3))
-
-# %% tags=["solution"]
-TABLE = [
-    [math.sin(at / 10_000 ** (column / 64)) for column in range(64)] for at in range(POSITIONS)
-]
-TABLE = torch.tensor(TABLE, device=device)
-
-
-def calm_step_solution(x):
-    hidden = layer(x + TABLE)
-    loss = hidden.square().mean()
-    assert loss.isfinite(), "NaN or Inf"  # one read; any NaN in it makes the mean one
-    return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, layer.weight)[0]}
-
-
-solved(faster_than(4, hurried_step, calm_step_solution, hidden_states, times=3))
 
 # %% [markdown]
 # ## Read on
