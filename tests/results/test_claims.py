@@ -77,7 +77,7 @@ def test_every_claim_and_untested_statement_says_what_was_published_and_why():
         assert all(line["statement"] and line["reason"] for line in article.untested)
 
 
-AWAITED = {("03", "held by copies"), ("03", "epoch start")}
+AWAITED = {("02", "gaps"), ("03", "held by copies"), ("03", "epoch start")}
 """Experiments of which the reference has no record yet."""
 
 
