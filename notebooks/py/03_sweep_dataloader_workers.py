@@ -348,7 +348,7 @@ lab.verdict("A4.pytorch.persistent")
 # %%
 class Uneven(Dataset):
     def __len__(self):
-        return 48
+        return 32
 
     def __getitem__(self, index):
         time.sleep(0.08 if index % 8 == 7 else 0.004)  # a slow disk, now and then
@@ -365,7 +365,7 @@ def epoch_s(prefetch):
 
 for prefetch in (1, 2, 8):
     print(
-        f"prefetch_factor={prefetch}: {epoch_s(prefetch):.2f} s; computing alone {48 * 0.015:.2f} s"
+        f"prefetch_factor={prefetch}: {epoch_s(prefetch):.2f} s; computing alone {32 * 0.015:.2f} s"
     )
 
 # %% [markdown]
@@ -546,14 +546,14 @@ my_workers_and_ms = (math.ceil(80 / 23), 4 * batch_ms(3, 80, 23, 16))
 print(check("03.2", my_workers_and_ms))
 
 # %% [markdown]
-# **3. Tune a DataLoader.** This epoch is short: twelve examples of 8 ms each, from a slow disk, and 6 ms of computing after
+# **3. Tune a DataLoader.** This epoch is short: eight examples of 8 ms each, from a slow disk, and 6 ms of computing after
 # each. Write the loader that makes it at least 1.3 times as fast. The check runs epoch after epoch with it.
 
 
 # %% tags=["exercise"]
 class SlowDisk(Dataset):
     def __len__(self):
-        return 12
+        return 8
 
     def __getitem__(self, index):
         time.sleep(0.008)
