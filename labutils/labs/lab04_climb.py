@@ -36,7 +36,7 @@ def rungs_on(device: str) -> dict[str, Recipe]:
     return distinct_on(device, plainer)
 
 
-def climbed(bench: Benchmark, rounds: int | None, folder: Path) -> dict[str, Run]:
+def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     """Name -> run of every rung, the stock loop twice, and on a GPU of every mode.
 
     What this machine lacks is a skipped run. Traces, which go to `folder`, come last: what the
@@ -53,7 +53,7 @@ def climbed(bench: Benchmark, rounds: int | None, folder: Path) -> dict[str, Run
         bench.prepare(recipes)
     why = "skipped: on a CPU this rung is no different from one below it"
     runs = {name: Run("04", name, status=why, tags=tags[name]) for name in tags}
-    runs |= bench.compare(recipes, 1, rounds, tags)
+    runs |= bench.compare(recipes, max(1, 4 // rounds), rounds, tags)  # 4 samples or more
     for name in WATCHED:
         if on_gpu and runs[name].ok:
             runs[name].metrics |= bench.watch(name)
