@@ -65,6 +65,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return named or any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
+_WITHOUT_A_GPU = (
+    *("Torch not compiled with CUDA", "torch.cuda.Stream requires CUDA"),
+    *("Found no NVIDIA driver", "No CUDA GPUs are available"),
+    *("dummy base class CUDAGraph", "dummy base class Event"),
+)
+"""What PyTorch says where code for a GPU runs without one."""
+
+
 def status_of(error: BaseException) -> str:
     """A run's `status` after `error`, in one line: "oom", "skipped: why" (not on this machine) or
     "error: what"."""
@@ -73,6 +81,8 @@ def status_of(error: BaseException) -> str:
         return f"skipped: {said}"
     if is_out_of_memory(error):
         return "oom"
+    if any(words in said for words in _WITHOUT_A_GPU):
+        return "skipped: there is no NVIDIA GPU"
     if "InvalidCxxCompiler" in said:
         return (
             "skipped: torch.compile builds C++ here, and no compiler for it works; "

@@ -223,6 +223,7 @@ def test_a_path_that_leads_nowhere_says_what_to_type(tmp_path, monkeypatch):
     [
         (Unavailable("no GPU"), "skipped: no GPU"),
         (MemoryError(), "oom"),
+        (AssertionError("Torch not compiled with CUDA enabled"), "skipped: there is no NVIDIA GPU"),
         (RuntimeError("InvalidCxxCompiler: none\n\nSet TORCH_LOGS"), "skipped: torch.compile"),
         (ImportError("No module named 'x'"), "skipped: ImportError"),
         (RuntimeError("first line\n\n  second line"), "error: RuntimeError: first line second"),
