@@ -25,7 +25,7 @@
 # **After this lab you can**
 # - compile a block, and say after how many steps that has paid;
 # - repair `reduce-overhead` where gradient accumulation breaks it;
-# - record a step as one CUDA graph, with right gradients;
+# - capture a step as one CUDA graph, with right gradients;
 # - keep a log and an optimizer that never ask the GPU anything;
 # - leave out work whose result is known, and prove that the gradients stay the same;
 # - say of each rung of a ladder what it is worth, and whether noise could have made it.
@@ -172,7 +172,8 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
 # Kernel time is the GPU's, and the same beside any host: 156 ms a step, 130 compiled. The step itself is the host's: the
-# stock loop has taken from 504 to 1,025 ms on the same GPU. So the ratio differs between hosts, too.
+# stock loop has taken from 504 to 1,025 ms on the same GPU. So the ratio differs between hosts, too. For the UNet's own $n$,
+# put the two rows into the formula.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -224,8 +225,8 @@ with lab.attempt("reduce-overhead, provoked and cured"):
 # `backward()` of a step leaves its gradients there, as `.grad`. The next micro-step overwrites them, and PyTorch notices.
 #
 # There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: tell PyTorch where an
-# optimizer step begins, so that its four micro-steps share no memory. The error's advice is to mark each call. That frees
-# the gradients all the same ([issue 169545](https://github.com/pytorch/pytorch/issues/169545)).
+# optimizer step begins, so that its four micro-steps share no memory. Before PyTorch 2.13 the error advises to mark each
+# call. That frees the gradients all the same ([issue 169545](https://github.com/pytorch/pytorch/issues/169545)).
 #
 # The course's loop tried the modes with accelerate's branch, each in a process of its own, on a small model; once without
 # accumulation.
@@ -245,8 +246,8 @@ lab.verdict("A1.compile.reduce-overhead", "A1.compile.cause")
 # %% [markdown]
 # ## 3 · A loop that asks nothing
 #
-# **Question.** A recording can't contain a line that waits for a number from the GPU. Which lines do, and how do you keep
-# your log and your optimizer without them?
+# **Question.** Section 4 will capture the step, and a capture can't contain a line that waits for a number from the GPU.
+# Which lines do, and how do you keep your log and your optimizer without them?
 #
 # `loss.item()` does. A ring buffer takes each loss instead, and one copy in many steps takes the ring to the host.
 
@@ -258,7 +259,7 @@ class LossRing:
         self.place = torch.zeros(1, dtype=torch.long, device=lab.device)
         self.on_host = torch.zeros(size, pin_memory=lab.device == "cuda")
 
-    def put(self, loss):  # all on the device: this can be recorded
+    def put(self, loss):  # all on the device: a capture may contain it
         self.losses.index_copy_(0, self.place, loss.detach().view(1))
         self.place.add_(1).remainder_(len(self.losses))
 
@@ -318,15 +319,15 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 # %% [markdown]
 # Beside our H200 noise hides the last two: the picture in section 7 shows them grey. They are here for what comes next.
 #
-# **Takeaway.** A loop that asks the GPU nothing loses nothing, and only such a loop can be recorded.
+# **Takeaway.** A loop that asks the GPU nothing loses nothing, and only such a loop can be captured.
 
 # %% [markdown]
 # ## 4 · One launch for the whole step
 #
 # **Question.** The host launches 16,000 kernels a step, one by one. Can it hand them over in one go?
 #
-# A CUDA graph records what a stream is given, and replays the record with a single launch. On a CPU the `Tape` does so by
-# hand: it writes down each operation with its very tensors, and repeats them.
+# A CUDA graph captures what a stream is given, and replays it with a single launch. On a CPU the `Tape` does so by hand: it
+# writes down each operation with its very tensors, and repeats them.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,25 +353,25 @@ class Tape(TorchDispatchMode):
         for operation, args, kwargs, result in self.calls:
             again = operation(*args, **kwargs)
             for old, new in zip(tensors(result), tensors(again), strict=True):
-                old.copy_(new)  # where the recording's own result lies
+                old.copy_(new)  # where the captured result lies
 
 
 # %% [markdown]
-# Four micro-batches accumulate. One micro-step is recorded and replayed four times, in two ways. In which are the gradients
-# those of the plain loop?
+# One micro-step is captured, and replayed for four micro-batches, in two ways. In which are the gradients those of the plain
+# loop?
 
 # %%
 def capture(function):
-    recording = torch.cuda.CUDAGraph() if lab.device == "cuda" else Tape()
-    with torch.cuda.graph(recording) if lab.device == "cuda" else recording:
+    graph = torch.cuda.CUDAGraph() if lab.device == "cuda" else Tape()
+    with torch.cuda.graph(graph) if lab.device == "cuda" else graph:
         function()
-    return recording
+    return graph
 
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1)).to(lab.device)
 micro_batches = torch.randn(4, 32, 256, device=lab.device)
-x = torch.empty_like(micro_batches[0])  # a recording reads the same memory at every replay
+x = torch.empty_like(micro_batches[0])  # a graph reads the same memory at every replay
 
 
 def micro_step():
@@ -392,7 +393,7 @@ micro_step()  # warms up, and allocates the gradients
 plain, found = accumulated(micro_step), {}
 for p in model.parameters():
     p.grad = None
-found["allocated inside the recording"] = accumulated(capture(micro_step).replay)
+found["allocated inside the capture"] = accumulated(capture(micro_step).replay)
 for p in model.parameters():
     p.grad = torch.zeros_like(p)
 found["allocated before"] = accumulated(capture(micro_step).replay)
@@ -403,18 +404,18 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
 # One of the two is silently wrong. A `backward()` that finds no gradient *stores* its result; only one that finds a gradient
-# *adds*. A recording made without gradients repeats the storing, and each replay overwrites the one before. So allocate
-# gradients first, and zero them in place.
+# *adds*. A graph that was captured without gradients repeats the storing, and each replay overwrites the one before. So
+# allocate gradients first, and zero them in place.
 #
-# `GraphStep` in `labutils/training/step.py` records four micro-steps, unscaling, clipping, AdamW and the log as one graph.
+# `GraphStep` in `labutils/training/step.py` captures four micro-steps, unscaling, clipping, AdamW and the log as one graph.
 #
 # **Your prediction:** the compiled step's kernels take 130 ms on the H200, and the step 214 to 506, by host. How many
-# milliseconds does the recorded step take?
+# milliseconds does the captured step take?
 
 # %%
 my_captured_ms: float | None = None  # for example 200
 
-lab.predict("a recorded step", my_captured_ms, "ms")
+lab.predict("a captured step", my_captured_ms, "ms")
 
 # %%
 names = ("compile", "fused optimizer", "whole-step graph")
@@ -422,15 +423,15 @@ columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "kernels_per_step", 
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The recorded step takes what its kernels take, beside any host. It launches as many kernels as before, and the GPU no
+# The captured step takes what its kernels take, beside any host. It launches as many kernels as before, and the GPU no
 # longer waits for them.
 #
-# **Takeaway.** Compiling makes fewer kernels; recording makes launches free. If the host sets the pace, record first.
+# **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. If the host sets the pace, capture first.
 
 # %% [markdown]
 # ## 5 · Kernels that fit the GPU
 #
-# **Question.** The GPU is busy now, and the step still nine times its floor. Which of its work is only there because of
+# **Question.** The GPU is busy now, and the H200's step still nine times its floor. Which of its work is only there because of
 # how the work is laid out?
 #
 # Tensor cores want the channels of a pixel side by side. `channels_last` stores them so, and the convolution library need
@@ -453,7 +454,7 @@ with torch.no_grad():
 # `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in it.
 #
 # One image of 512 × 512 doesn't fill a large GPU either. Micro-batches are independent until their gradients are added, so
-# a recording may run them on four streams side by side.
+# a graph may run them on four streams side by side.
 
 # %%
 with lab.attempt("micro-batches side by side"):
@@ -498,6 +499,8 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 # each step. Whoever keeps one *sample* trains on fewer inputs.
 
 # %%
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
 encoder = nn.Conv2d(3, 8, 8, stride=8, device=lab.device).requires_grad_(False)  # a VAE in small
 images = torch.randn(4, 3, 64, 64, device=lab.device)
 noises = torch.randn(100, 4, 4, 8, 8, device=lab.device)
@@ -512,12 +515,15 @@ moments = encoder(images)  # once, before training
 anew = torch.stack([sampled(encoder(images), noise) for noise in noises])
 cached = torch.stack([sampled(moments, noise) for noise in noises])
 torch.testing.assert_close(cached, anew, rtol=1e-3, atol=1e-3)
+library = DiagonalGaussianDistribution(moments)  # what diffusers' VAE returns
+torch.testing.assert_close(cached[0], library.mean + library.std * noises[0])
 print(f"spread of a latent over steps: {cached.std(0).mean():.2f}; of one sample kept: 0")
 
 # %% [markdown]
 # LoRA's thin products are slow for their size (lab 01). *Folded*, it needs none: form $W' = W + BA$ once a step, run the plain
 # layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and $\partial L/\partial B = G A^\top$. The price
-# is that $W'$ is rounded to half precision, as in any merged adapter.
+# is that $W'$ is rounded to half precision, as in any merged adapter. `labutils/layers/lora_folded.py` does it for all layers
+# of a shape at once.
 
 # %%
 torch.manual_seed(0)
@@ -675,16 +681,16 @@ def at_once_solution(images, targets):
 solved(faster_than(3, by_micro_steps, at_once_solution, eight_images, times=3, tolerance=1e-3))
 
 # %% [markdown]
-# **4. One launch.** Now leave the eight micro-steps as they are, and record all of them, with zeroing, as one graph of a head
+# **4. One launch.** Now leave the eight micro-steps as they are, and capture all of them, with zeroing, as one graph of a head
 # of your own. On a GPU the replay must be three times as fast; a CPU's tape saves nothing, so there the gradients count.
 
 # %% tags=["exercise"]
 mine = copy.deepcopy(head)  # the plain loop drops the gradients of `head`
-my_images, my_targets = eight_images(0)  # what the recording reads
+my_images, my_targets = eight_images(0)  # what the graph reads
 
 
 def replayed(images, targets):
-    """Fill the recording's inputs, replay it, and return copies of the gradients."""
+    """Fill the graph's inputs, replay it, and return copies of the gradients."""
 
 
 three_times = 3 if lab.device == "cuda" else 0
@@ -705,12 +711,12 @@ def whole_step():
 
 
 whole_step()  # warms up
-recording = capture(whole_step)
+graph = capture(whole_step)
 
 
 def replayed_solution(images, targets):
     my_images.copy_(images), my_targets.copy_(targets)
-    recording.replay()
+    graph.replay()
     return [gradient.clone() for gradient in my_gradients]
 
 
@@ -737,9 +743,9 @@ solved(faster_than(4, by_micro_steps, replayed_solution, eight_images, three_tim
 def truths(found):
     ms = {run.tags.get("rung"): run.metric("step_ms") for run in found if "again" not in run.tags}
     compiled = ms.get("compile") and ms["workers"] / ms["compile"]
-    recorded, best = ms.get("whole-step graph"), ms.get("folded LoRA")
-    names = ("speed-up by torch.compile", "a recorded step", "the top of the ladder")
-    return dict(zip(names, (compiled, recorded, best), strict=True))
+    captured, best = ms.get("whole-step graph"), ms.get("folded LoRA")
+    names = ("speed-up by torch.compile", "a captured step", "the top of the ladder")
+    return dict(zip(names, (compiled, captured, best), strict=True))
 
 
 lab.done(truths(rungs), truths(h200))

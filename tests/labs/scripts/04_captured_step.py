@@ -1,4 +1,4 @@
-"""Four micro-steps, their log and their zeroing in one recording: the weights of the plain loop."""
+"""Four micro-steps, their log and their zeroing in one graph: the weights of the plain loop."""
 
 import copy
 
@@ -36,17 +36,17 @@ class Tape(TorchDispatchMode):
 
 
 def capture(function):
-    recording = torch.cuda.CUDAGraph() if DEVICE == "cuda" else Tape()
-    with torch.cuda.graph(recording) if DEVICE == "cuda" else recording:
+    graph = torch.cuda.CUDAGraph() if DEVICE == "cuda" else Tape()
+    with torch.cuda.graph(graph) if DEVICE == "cuda" else graph:
         function()
-    return recording
+    return graph
 
 
 def train(model, batches, captured):
     """The losses of `STEPS` optimizer steps, each of `MICRO` micro-batches."""
     inputs, losses = torch.empty_like(batches[0]), torch.zeros(STEPS, device=DEVICE)
     place = torch.zeros(1, dtype=torch.long, device=DEVICE)
-    for p in model.parameters():  # before any recording: a recording must add, not store
+    for p in model.parameters():  # before the capture: it must add, not store
         p.grad = torch.zeros_like(p)
 
     def gradients():
