@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils.profiling import compat, cuda
+from labutils.recipe import Unavailable
 
 STABLE_BEFORE_BLACKWELL = ("sm_50", "sm_60", "sm_70", "sm_80", "sm_90")
 """What article A1's PyTorch 2.3 was compiled for, in its warning's words."""
@@ -53,11 +54,11 @@ def try_unlisted_architecture() -> dict[str, Any]:
 
     PyTorch's own check is given a list without this card (does it warn?), then the driver a kernel
     that was compiled for another card only (does it load?). Nothing is left changed. Raises
-    `RuntimeError` without a GPU or an assembler.
+    `Unavailable` without a GPU or an assembler.
     """
     capability = cuda.capability()
     if capability is None:
-        raise RuntimeError("there is no GPU whose architecture could be missing")
+        raise Unavailable("there is no GPU whose architecture could be missing")
     said = _warning_without(capability)
     refusal = _refusal_of_foreign_code(capability)
     return {"warned": int(bool(said)), "failed": int(bool(refusal)), "message": refusal or said}
@@ -111,4 +112,4 @@ def _assembler() -> str:
         return knobs.nvidia.ptxas.path
     if path := shutil.which("ptxas"):
         return path
-    raise RuntimeError("there is no ptxas (Triton and the CUDA toolkit bring one)")
+    raise Unavailable("there is no ptxas (Triton and the CUDA toolkit bring one)")

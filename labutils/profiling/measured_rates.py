@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from labutils.profiling import compat, cuda
@@ -129,8 +128,7 @@ def _matrix_rate(dtype: str, device: str) -> list[float]:
     time it well.
 
     On a GPU in bursts of about 10 ms with rests between them: held up for longer, they meet the
-    card's power limit, and its clock falls (`rate_over_time` shows it). In a training step products
-    come in bursts, too.
+    card's power limit, and its clock falls. In a training step products come in bursts, too.
     """
     with products_as(dtype):
         call, size = _timeable_product(dtype, device)
@@ -155,26 +153,6 @@ def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int]:
     fitting = first * (target_s / seconds) ** (1 / 3)
     size = int(min(largest, max(first, fitting // 256 * 256)))
     return _product(dtype, size, device), size
-
-
-def rate_over_time(dtype: str, seconds: float = 2.0, points: int = 60) -> list[tuple[float, float]]:
-    """(second, TFLOP/s) of matrix products that never pause: how the rate falls where power or heat
-    is the limit.
-
-    Raises `ValueError` where this machine can't multiply `dtype`.
-    """
-    device = "cuda" if cuda.available() else "cpu"
-    try:
-        with products_as(dtype):
-            call, size = _timeable_product(dtype, device)
-            times = cuda.timed(call, budget_s=seconds, at_least=points, at_most=10**6)
-    except Unsupported as error:
-        raise ValueError(f"{dtype} {error}.") from None
-    rates, ends = [], 0.0
-    for group in np.array_split(times, points):
-        ends += group.sum() / 1e3
-        rates.append((float(ends), float(2 * size**3 / (group.mean() * 1e9))))
-    return rates
 
 
 @contextmanager

@@ -21,17 +21,16 @@ Two recorders write the same record, `StepMemory`:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from labutils.profiling import compat, cuda
+from labutils.profiling import compat
 from labutils.profiling.compat import TorchDispatchMode, tree_leaves
-from labutils.profiling.memory_model import TrainingMemory, saved_for_backward
 
 KINDS = ("weights", "optimizer", "gradients", "activations", "logits", "temporaries")
 """What memory is for. weights: frozen and trained; activations: what waits for the backward pass;
@@ -44,35 +43,6 @@ Mark = tuple[str, int, list[int], list[int]]
 """(phase, entries of the history before it, addresses of gradients, addresses of moments)."""
 BLOCK = 512
 """The caching allocator gives memory in multiples of so many bytes."""
-
-
-def measured(
-    module: nn.Module, loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer
-) -> TrainingMemory:
-    """Take the first step of `optimizer` on `loss()` and read what it left in memory.
-
-    On a GPU the activations are the growth of the allocator over a forward pass; on a CPU, whose
-    allocator tells nothing, what autograd was seen to keep. The rest is the size of the tensors
-    that model and optimizer hold.
-    """
-    loss().backward()  # the libraries allocate their workspaces in the first pass
-    optimizer.zero_grad(set_to_none=True)
-    if cuda.available():
-        before = torch.cuda.memory_allocated()
-        kept = loss()
-        activations = torch.cuda.memory_allocated() - before - kept.element_size()
-        del kept
-    else:
-        activations = saved_for_backward(module, loss)
-    loss().backward()
-    optimizer.step()
-    state = (value for entry in optimizer.state.values() for value in entry.values())
-    return TrainingMemory(
-        weights=sum(t.nbytes for t in (*module.parameters(), *module.buffers())),
-        gradients=sum(p.grad.nbytes for p in module.parameters() if p.grad is not None),
-        optimizer=sum(value.nbytes for value in state if isinstance(value, Tensor)),
-        activations=activations,
-    )
 
 
 @dataclass

@@ -98,24 +98,6 @@ def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
     return Timing(alone, called)
 
 
-def sweep_sizes(device: str, exponents: Sequence[int] = range(0, 25, 2)) -> dict[int, Timing]:
-    """Count of numbers -> times of negating that many in place: few show what a call costs, many
-    what the work does.
-    """
-    timings = {}
-    for exponent in exponents:
-        x = torch.rand(2**exponent, device=device)
-        count = max(8, min(200, 2**24 // x.numel()))
-        in_turn = functools.partial(_call_all, [x.neg_] * count)
-        alone = called = _of_one(cuda.timed(in_turn, budget_s=0.1, at_least=7), count)
-        if replay := cuda.graph_of(in_turn):
-            alone = _of_one(cuda.timed(replay, budget_s=0.05), count)
-        timings[x.numel()] = Timing(alone, called)
-        del x, in_turn, replay
-    cuda.empty_cache()
-    return timings
-
-
 def _call_all(calls: Sequence[Callable[[], Any]]) -> None:
     for call in calls:
         call()

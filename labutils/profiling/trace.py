@@ -27,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,25 +64,15 @@ _CALLS = {
     "graph_launches": re.compile("cu(da)?GraphLaunch"),
     "copy_calls": re.compile("cu(da)?Mem(cpy|set)"),
 }
+_ON_HOST = ("user_annotation", "cpu_op", "cuda_runtime", "cuda_driver")
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_SHOWN = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "id", "bp")
+"""What `cut_to_micro_step` keeps: categories of events, and fields of an event."""
 _CROSSES = re.compile("HtoD|DtoH|HtoH|PtoP")
 _SYNC = re.compile(
     r"^(cu(da)?(Stream|Device|Ctx|Event)Synchronize|cudaMemcpy([23]D)?|cuMemcpy\w*_v2|"
     r"cudaFree(Host)?)$"
 )
-
-
-class Gap(NamedTuple):
-    """A stretch of wall time in which no kernel and no copy ran.
-
-    `cause` is what the host did for most of it ("data", "sync", "launch" or "host"). `after_sync`:
-    it began while the host stood in a synchronisation, so that the queue of launched work had run
-    empty.
-    """
-
-    start: float
-    ms: float
-    cause: str
-    after_sync: bool
 
 
 Work = tuple[Slice, str, float]
@@ -154,16 +145,7 @@ class Trace:
         Raises `FileNotFoundError`, or `ValueError` where the file is no trace or breaks off.
         """
         path = Path(path)
-        opened = gzip.open if path.suffix == ".gz" else open
-        try:
-            with opened(path, "rt", encoding="utf-8", errors="replace") as file:
-                content = json.load(file, strict=False)
-        except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is no whole profiler trace: {error}") from error
-        events = content.get("traceEvents") if isinstance(content, dict) else content
-        if not isinstance(events, list):
-            raise ValueError(f"{path} is no profiler trace: there is no list of traceEvents in it.")
-        return cls(events, path)
+        return cls(_events_of(path), path)
 
     # The recorded steps
 
@@ -388,15 +370,6 @@ class Trace:
             "launch": union((call.start, call.end) for call in launching),
         }
 
-    def idle_ms_in_function(self, file: str, function: str) -> float | None:
-        """Milliseconds per step of an idle GPU while the Python function of that name in a file
-        whose path ends in `file` ran; None without a GPU.
-        """
-        pattern = re.compile(rf"(^|.*/){re.escape(file)}\(\d+\): {re.escape(function)}")
-        calls = (f for f in chain(*self.python.values()) if pattern.fullmatch(f.name))
-        idle = overlap(self.time_of(calls), self.idle_time)
-        return total(idle) / self.steps if self.on_gpu else None
-
     def partition(
         self, step_ms: float | None = None, data_ms: float | None = None
     ) -> dict[str, float]:
@@ -426,20 +399,6 @@ class Trace:
         others = {name: ms for name, ms in traced.items() if name not in known}
         factor = (step_ms - sum(known.values())) / (sum(others.values()) or 1.0)
         return known | {name: ms * factor for name, ms in others.items()}
-
-    def gaps(self) -> list[Gap]:
-        """Stretches without GPU work, in order of time; [] without a GPU."""
-        if not self.on_gpu:
-            return []
-        states = {name: Lookup(time) for name, time in self._host_states.items()}
-        gaps = []
-        for gap in self.idle_time:
-            within = {name: lookup.within(gap) for name, lookup in states.items()}
-            causes = in_precedence([gap], within, rest="host")
-            cause = max(causes, key=lambda name: total(causes[name]))
-            after_sync = states["sync"].index(gap[0]) is not None
-            gaps.append(Gap(gap[0], gap[1] - gap[0], cause, after_sync))
-        return gaps
 
     # Pictures
 
@@ -616,6 +575,19 @@ class Trace:
         }
 
 
+def _events_of(path: Path) -> list[dict[str, Any]]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8", errors="replace") as file:
+            content = json.load(file, strict=False)
+    except (EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path} is no whole profiler trace: {error}") from error
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if not isinstance(events, list):
+        raise ValueError(f"{path} is no profiler trace: there is no list of traceEvents in it.")
+    return events
+
+
 def in_precedence(
     whole: list[Interval], states: Mapping[str, list[Interval]], rest: str
 ) -> dict[str, list[Interval]]:
@@ -709,3 +681,35 @@ def profile(
             profiler.step()
     (written,) = set(folder.glob("*.pt.trace.json")) - before
     return Trace.read(written)
+
+
+def cut_to_micro_step(path: Path, out: Path) -> Path:
+    """Write the last micro-step of the first recorded step, with clipping and update, to `out`
+    (*.json.gz): a trace small enough to give away, which a viewer opens like the whole one.
+
+    Host events are those that begin in it, GPU work is what they launched. What a viewer shows of
+    them stays; paths, shapes and the machine's description go.
+    """
+    events = _events_of(path)
+    marks = sorted((e for e in events if e.get("cat") == "user_annotation"), key=itemgetter("ts"))
+    step = next(mark for mark in marks if _STEP.fullmatch(mark["name"]))
+    end = step["ts"] + step["dur"]
+    within = [mark for mark in marks if step["ts"] <= mark["ts"] < end]
+    start = [mark["ts"] for mark in within if mark["name"] == "data"][-1]
+    kept = [e for e in events if e.get("cat") in _ON_HOST and start <= e["ts"] < end]
+    caused = {_correlation(e) for e in kept} - {None}
+    kept += [e for e in events if e.get("cat") in _ON_GPU and _correlation(e) in caused]
+    arrows = [e for e in events if e.get("cat") == "ac2g" and e.get("id") in caused]
+    slim = [{k: e[k] for k in _SHOWN if k in e} for e in [*kept, *arrows]]
+    for new, old in zip(slim, [*kept, *arrows], strict=True):
+        new["ts"] = round(old["ts"] - start, 3)
+        if (correlation := _correlation(old)) is not None:
+            new["args"] = {"correlation": correlation}
+    names = [e for e in events if e.get("ph") == "M"]
+    text = json.dumps({"traceEvents": names + sorted(slim, key=itemgetter("ts"))})
+    out.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return out
+
+
+def _correlation(event: dict[str, Any]) -> int | None:
+    return (event.get("args") or {}).get("correlation")

@@ -883,7 +883,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.gui
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself. `lab.solution("06.1")` shows a solution of the first.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("06.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, faster_than

@@ -912,7 +912,7 @@ lab.table(*rows)
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself. `lab.solution("07.1")` shows a solution of the first.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("07.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, faster_than

@@ -815,7 +815,7 @@ lab.verdict("A3.120b.attention-only", "A3.blackwell.xformers");
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself. `lab.solution("08.1")` shows a solution of the first.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("08.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, faster_than

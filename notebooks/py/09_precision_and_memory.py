@@ -1010,7 +1010,7 @@ lab.verdict(*claims.load_claims("A4"));
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself. `lab.solution("09.1")` shows a solution of the first.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("09.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, smaller_than

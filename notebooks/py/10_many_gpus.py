@@ -716,7 +716,7 @@ with lab.attempt("Going on with fewer ranks", experiment="crash", event="resumed
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself. `lab.solution("10.1")` shows a solution of the first.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("10.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, faster_than

@@ -300,7 +300,7 @@ lab.keep(Run("11", "scoreboard", metrics=counts, tags={"experiment": "scoreboard
 # %% [markdown]
 # ## Exercises
 #
-# Four exercises, the easiest first. Each cell checks itself. `lab.solution("11.1")` shows a solution of the first.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("11.1")` shows how the first can be solved.
 
 # %%
 import torch

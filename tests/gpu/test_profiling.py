@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from labutils.profiling.syncs import find_syncs, with_lines
 from labutils.profiling.trace import profile
 from labutils.profiling.utilization import Utilization
 
@@ -49,13 +48,6 @@ def test_every_wait_is_found_and_none_invented(trace):
     rows = {(row["phase"], row["cause"]): row["per_step"] for row in trace.sync_table()}
     assert rows == {("to_device", "aten::to"): 1.0, ("log", "aten::item"): 2.0}
     assert trace.metrics()["clip_sync"] == 0
-
-
-def test_pytorchs_warnings_count_the_same_and_know_the_lines(trace):
-    sites = find_syncs(Training(), steps=2)
-    assert sum(site.count for site in sites) == len(trace.waits) / trace.steps
-    sources = " ".join(row["source"] for row in with_lines(trace.sync_table(), sites))
-    assert "self.first = loss.item()" in sources and "self.second" in sources
 
 
 def test_shares_add_up_and_kernels_are_known(trace):

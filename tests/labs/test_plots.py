@@ -11,6 +11,7 @@ from labutils.course import plots
 from labutils.course.plots import traces
 from labutils.course.plots.palette import PAPER
 from labutils.course.predictions import scores_of
+from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.roofline import Roofline
 from labutils.results.judges import VERDICTS
 from labutils.results.records import Run, summarise
@@ -136,24 +137,22 @@ def test_breakdown_adds_up(ax):
     assert_tidy(ax)
 
 
-def test_roofline_numbers_its_points(ax):
-    points = {"one": (1.0, 2.0), "two": (8.0, 23), "three": (1323, 476), "four": (1365, 779)}
-    plots.roofline(ax, {"bf16": Roofline(800, 4000)}, points)
-    assert {"1", "2", "3", "1  one", "3  three"} <= set(texts(ax))
+def test_a_roofline_names_its_points(ax):
+    work = {"SiLU": (1.0, 0.002), "LoRA's products": (8.0, 0.01), "attention": (2048, 0.3)}
+    runs = {
+        name: Run("00", name, metrics={"intensity": at, "flops": at * 1e7, "alone_ms": ms})
+        for name, (at, ms) in work.items()
+    }
+    plots.roofline(ax, {"bf16": Roofline(800, 4000)}, runs)
+    assert set(work) | {"bf16: 800 TFLOP/s, 4,000 GB/s"} <= set(texts(ax))
     assert_tidy(ax)
 
 
 def test_peaks_show_the_share_of_the_dense_peak(ax):
-    measured = {"bf16": [700.0, 710.0], "fp8": [1400.0, 1410.0], "fp32": [49.0, 50.0]}
-    plots.peaks(ax, measured, {"bf16": 989.0, "fp8": 1979.0}, {"bf16": 1979.0})
+    rates = {"bf16": [700.0, 710.0], "fp8": [1400.0, 1410.0], "fp32": [49.0, 50.0]}
+    run = Run("00", "machine", samples={f"tflops_{dtype}": each for dtype, each in rates.items()})
+    plots.peaks(ax, run, find_spec("NVIDIA H200"))
     assert any("71 % of 989" in text for text in texts(ax))
-    assert_tidy(ax)
-
-
-def test_the_cost_of_launches_is_in_microseconds(ax):
-    plots.launch_cost(ax, {"called": {2**n: [0.002, 0.003, 0.005] for n in range(4, 20, 4)}}, 2.5)
-    low, high = ax.get_ylim()
-    assert 1 < low < 2.2 and 4.6 < high < 10 and "one call from Python here: 2.5 µs" in texts(ax)
     assert_tidy(ax)
 
 

@@ -11,8 +11,13 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from labutils.layers.lora import LoRALinear, attach_lora
-from labutils.profiling.memory import measured
-from labutils.profiling.memory_model import BatchLine, planned, saved_for_backward
+from labutils.profiling.memory_model import (
+    BatchLine,
+    bytes_of,
+    planned,
+    saved_for_backward,
+    tensors_of,
+)
 
 sizes = st.integers(1, 30)
 
@@ -56,11 +61,14 @@ def test_plans_are_what_a_step_holds(frozen, dtype):
     model[0].requires_grad_(not frozen)
     plan = planned(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    x = torch.randn(5, 8, dtype=dtype)
-    real = measured(model, lambda: model(x).sum(), torch.optim.AdamW(trained))
-    assert (real.weights, real.gradients) == (plan.weights, plan.gradients)
-    assert real.optimizer == plan.optimizer + 4 * len(trained)  # its counters of steps
-    assert real.activations == saved_for_backward(model, lambda: model(x).sum())
+    optimizer = torch.optim.AdamW(trained)
+    model(torch.randn(5, 8, dtype=dtype)).sum().backward()
+    optimizer.step()
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    assert plan.weights == bytes_of(tensors_of(model))
+    assert plan.gradients == sum(p.grad.nbytes for p in trained)
+    counters = 4 * len(trained)  # of steps
+    assert plan.optimizer == sum(value.nbytes for value in state) - counters
     assert plan.gradients == dtype.itemsize * (32 + 68 + (0 if frozen else 144))
 
 

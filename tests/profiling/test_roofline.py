@@ -8,13 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from labutils.profiling import cuda, measured_rates
 from labutils.profiling.gpu_specs import DTYPES, SPECS, find_spec
-from labutils.profiling.measured_rates import Probe, probe_machine, rate_over_time
+from labutils.profiling.measured_rates import Probe, probe_machine
 from labutils.profiling.operations import (
     COLD_BYTES,
     Operation,
     course_operations,
     measure_operation,
-    sweep_sizes,
 )
 from labutils.profiling.roofline import Roofline
 from labutils.profiling.step_model import CARDS
@@ -115,13 +114,6 @@ def test_probe_goes_on_when_an_item_fails(on_cpu, monkeypatch):
     assert "launch_us" in probed.samples
 
 
-def test_rate_over_time(on_cpu):
-    seconds, rates = zip(*rate_over_time("fp32", seconds=0.01, points=3), strict=True)
-    assert list(seconds) == sorted(seconds) and min(rates) > 0
-    with pytest.raises(ValueError, match="fp8 is not for a CPU"):
-        rate_over_time("fp8")
-
-
 def test_operations_count_their_work():
     for operation in course_operations("tiny", "cpu", "fp32"):
         call = operation.make()
@@ -149,4 +141,3 @@ def test_measured_operation_rotates_cold_inputs(on_cpu):
     timing = measure_operation(Operation("nothing", "", "fp32", 1, COLD_BYTES["cpu"] / 3, make))
     assert len(made) == 3
     assert timing.alone_ms == timing.called_ms
-    assert list(sweep_sizes("cpu", exponents=(0, 8))) == [1, 256]

@@ -2,16 +2,12 @@
 
 import math
 import time
-import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labutils.profiling import timing
-from labutils.profiling.call_stacks import Frame
 from labutils.profiling.host_delay import SlowerHost
-from labutils.profiling.syncs import SyncSite, find_syncs, sites_of, watch_syncs, with_lines
 from labutils.profiling.timing import CallTimer, StepClock
 from labutils.profiling.utilization import Energy, Utilization
 
@@ -82,54 +78,6 @@ def test_without_a_gpu_the_cpu_is_watched():
     with Energy() as energy:
         pass
     assert energy.joules is None and energy.seconds > 0
-
-
-# Synchronisations
-
-
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    """A torch.cuda that has a GPU and remembers its synchronisation debug mode."""
-    state = {"mode": 0}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: state["mode"])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: state.update(mode=mode))
-    return state
-
-
-def read_value():
-    warnings.warn("called a synchronizing CUDA operation (...)", UserWarning, stacklevel=1)
-
-
-def test_the_very_line_is_named(fake_gpu):
-    (site,) = find_syncs(SimpleNamespace(step=lambda: [read_value(), read_value()]), steps=3)
-    line = read_value.__code__.co_firstlineno + 1
-    assert (site.frame.line, site.count, site.library) == (line, 2.0, None)
-    assert site.source.startswith("warnings.warn(")
-
-
-def test_mode_and_other_warnings_are_left_as_they_were(fake_gpu):
-    with pytest.warns(UserWarning, match="something else"), watch_syncs() as seen:
-        assert fake_gpu["mode"] == "warn"
-        warnings.warn("something else", UserWarning, stacklevel=1)
-    assert (fake_gpu["mode"], seen) == (0, [])
-    with pytest.raises(RuntimeError), watch_syncs():
-        raise RuntimeError
-    assert fake_gpu["mode"] == 0
-
-
-def test_a_traces_rows_get_the_exact_line():
-    own = Frame("/home/me/labutils/training.py", 77, "step")
-    scaler = Frame("/v/lib/python3.12/site-packages/torch/amp/grad_scaler.py", 351, "<genexpr>")
-    sites = sites_of([(own, scaler), (own, scaler), (own,)])
-    assert [(s.frame, s.library, s.count) for s in sites] == [(own, scaler, 2), (own, None, 1)]
-    where = {"where": "labutils/training.py: step", "library": str(scaler)}
-    rows = [where, {"where": "labutils/training.py: log"}, {"where": "labutils/training.py: other"}]
-    logs = [SyncSite(Frame("labutils/training.py", n, "log"), None, f"{n}", 1) for n in (95, 93)]
-    found = with_lines(rows, [SyncSite(own, scaler, "scaler.step()", 1), *logs])
-    assert found[0] == rows[0] | {"line": 77, "source": "scaler.step()"}
-    assert found[1] == rows[1] | {"line": [93, 95], "source": "93 | 95"}
-    assert found[2] == rows[2]
 
 
 # A slower host

@@ -16,7 +16,7 @@ from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op
 from labutils.profiling.call_stacks import Frame, Slice, enclosing, own_time
 from labutils.profiling.intervals import total
 from labutils.profiling.kernel_categories import category_of, is_thin
-from labutils.profiling.trace import SHARES, Trace, profile
+from labutils.profiling.trace import SHARES, Trace, cut_to_micro_step, profile
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,6 @@ def test_times_of_the_recorded_steps(trace):
     assert rows["data"] == {"ms": us(100), "count": 0.5, "idle_ms": us(100)}
     assert rows["forward"] == {"ms": us(120), "count": 0.5, "idle_ms": us((60 + 50) / 2)}
     assert sum(row["ms"] for row in rows.values()) * 2 == pytest.approx(trace.wall_ms)
-    assert trace.idle_ms_in_function("training.py", "log_loss") == us((100 - 5) / 2)
-    assert trace.idle_ms_in_function("raining.py", "log_loss") == 0
 
 
 def test_counts_and_metrics_are_per_step(trace):
@@ -113,15 +111,18 @@ def test_a_wait_for_data_while_a_kernel_runs_costs_nothing():
     assert sum(shares.values()) == us(950)
 
 
-def test_gaps_say_what_the_host_did(trace):
-    found = [(g.start, g.start + g.ms, g.cause, g.after_sync) for g in trace.gaps()]
-    assert found == [
-        (us(0), us(232), "data", False),
-        (us(245), us(320), "host", True),
-        (us(450), us(530), "host", False),
-        (us(535), us(740), "host", True),
-        (us(900), us(2010), "host", False),
-    ]
+def test_a_cut_holds_the_last_micro_step_and_what_it_launched(tmp_path):
+    second_data = [mark("data", 480, 490), {"ph": "s", "cat": "ac2g", "id": 5, "ts": 700, "pid": 1}]
+    whole = {"traceEvents": [*TWO_STEPS, *second_data], "traceName": "/home/me/trace.json"}
+    (tmp_path / "whole.json").write_text(json.dumps(whole))
+    out = cut_to_micro_step(tmp_path / "whole.json", tmp_path / "cut.json.gz")
+    cut = Trace.read(out)
+    assert [kernel.name[:6] for kernel in cut.kernels] == ["triton", "void a", "flash_"]
+    assert list(cut.phase_time) == ["data", "backward", "log"]
+    assert cut.phase_time["data"] == [(us(0), us(10))]  # from the micro-step's beginning
+    assert cut.wall == (us(0), us(950 - 480)) and cut.steps == 1
+    text = gzip.decompress(out.read_bytes()).decode()
+    assert "/home/me" not in text and text.count('"ac2g"') == 1 and "process_name" in text
 
 
 def test_kernels_are_sorted_by_kind_of_work(trace):
@@ -183,7 +184,6 @@ def test_without_a_gpu_what_does_not_apply_is_absent():
     trace = Trace(host_only)
     assert not trace.on_gpu
     assert trace.launches() == {}
-    assert trace.gaps() == []
     assert trace.waits == []
     assert trace.partition() == {"data": us(100), "host": us(900)}
     assert trace.partition(step_ms=0.8, data_ms=0.1) == {"data": us(100), "host": us(700)}

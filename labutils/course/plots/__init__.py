@@ -32,7 +32,6 @@ from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
 from labutils.course.plots.series import (
     curves,
     grouped,
-    launch_cost,
     over_decoding,
     panels,
     slower_hosts,

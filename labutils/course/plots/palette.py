@@ -47,6 +47,15 @@ KIND_FILLS: dict[str, Fill] = {
 """Fills of kinds of kernels and operators (`profiling.kernel_categories`) that take long, likewise;
 rarer kinds get what is left.
 """
+SHARE_FILLS: dict[str, Fill] = {
+    "kernels": (TEAL, ""),
+    "copies": (GREY, ""),
+    "data": PHASE_FILLS["data"],
+    "sync": (RUST, "\\\\\\"),
+    "launch": (ROSE, ""),
+    "host": (AMBER, "///"),
+}
+"""Fills of where a step's time goes (`profiling.trace.SHARES`), in every picture the same."""
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
 VERDICT_MARKS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,6 @@ from labutils.course.plots.palette import (
     TEAL,
     Fill,
 )
-from labutils.course.tables import cell
 from labutils.results.records import summarise
 
 if TYPE_CHECKING:
@@ -163,28 +162,3 @@ def grouped(
 def _shift(place: int, names: int) -> float:
     """How far from its group's middle the bar at this place stands."""
     return (place - (names - 1) / 2) * 0.8 / names
-
-
-def launch_cost(
-    ax: Axes,
-    times: Mapping[str, Mapping[int, Sequence[float] | Mapping[str, float]]],
-    launch_us: float,
-) -> Axes:
-    """Microseconds a call of one operation over the count of numbers it works on, by way to call.
-
-    `times`: way -> count -> samples in milliseconds, or their summary.
-    `launch_us`: what a call alone costs the host.
-    """
-    spreads = {}
-    for way, curve in times.items():
-        summaries = [s if isinstance(s, Mapping) else summarise(s) for s in curve.values()]
-        in_us = 1e3 * np.array([layout.spread_of(summary) for summary in summaries])
-        spreads[way] = dict(zip(curve, in_us, strict=True))
-    label = f"one call from Python here: {cell(launch_us)} µs"
-    ax.axhline(launch_us, color=GREY, linestyle=":", label=label, zorder=1)
-    model_and_points(ax, {}, spreads, "numbers that the operation works on")
-    ax.set(ylabel="microseconds a call", yscale="log")
-    ax.autoscale(axis="y")
-    ax.set_xscale("log", base=2)
-    ax.yaxis.set_major_formatter("{x:g}")
-    return ax

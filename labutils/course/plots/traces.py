@@ -7,7 +7,16 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import AMBER, FILLS, KIND_FILLS, NAVY, PAPER, PHASE_FILLS, Fill
+from labutils.course.plots.palette import (
+    AMBER,
+    FILLS,
+    KIND_FILLS,
+    NAVY,
+    PAPER,
+    PHASE_FILLS,
+    SHARE_FILLS,
+    Fill,
+)
 from labutils.course.tables import cell
 
 if TYPE_CHECKING:
@@ -73,6 +82,8 @@ def breakdown(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str = "ms
     layout.make_room(ax, len(bars), per_row=0.55)
     names = dict.fromkeys(name for bar in bars.values() for name in bar)
     fills = dict(zip(names, cycle(FILLS), strict=False))
+    if names.keys() <= SHARE_FILLS.keys():
+        fills = {name: SHARE_FILLS[name] for name in names}
     longest = max((sum(bar.values()) for bar in bars.values()), default=0) or 1.0
     for row, bar in enumerate(bars.values()):
         left = 0.0
