@@ -339,7 +339,7 @@ class Lab:
         """Our H200's run of these tags in this lab, or None where there is none."""
         return self.references().one(**tags)
 
-    def references(self, **tags: Tag) -> records.Runs:
+    def references(self, **tags: records.Wanted) -> records.Runs:
         """Our H200's runs of this lab that have these tags, the newest of each."""
         return records.read_runs(records.REFERENCE).newest().select(self.number, **tags)
 
@@ -423,7 +423,7 @@ class Lab:
         self,
         what: str | Mapping[str, Run] | Iterable[Run],
         columns: Sequence[str] | Mapping[str, str] | Callable[[list[Run]], Any] = (),
-        **tags: Tag,
+        **tags: records.Wanted,
     ) -> None:
         """Show a text, Markdown in a notebook; or runs as a table with these `columns`, and below
         it the same of our H200's runs that have these `tags`.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from labutils.recipe import STOCK, Recipe
-from labutils.results.records import Run
+from labutils.results.records import LANES, Run
 
 
 class Rung(NamedTuple):
@@ -36,54 +36,30 @@ class Ladder:
         return Ladder(self.start, *self.rungs, *rungs)
 
 
+ARTICLE, WORK, MATHEMATICS = LANES
+WORKERS = {"num_workers": 8, "persistent_workers": True}
+NO_WORKERS = {"num_workers": 0, "persistent_workers": False}
+CHANNELS_LAST = {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True}
+CACHED = {"cache": "latents+text", "compile_scope": "model"} | NO_WORKERS
+MERGED = {"micro_batch": 4, "accumulation": 1, "streams": 1}
 A1_LADDER = Ladder(
     STOCK,
-    Rung("stock", "article", {}, "the public script as downloaded"),
-    Rung("workers", "article", {"num_workers": 3}, "decode images beside the training, not in it"),
-    Rung("compile", "article", {"compile": "default"}, "fewer kernels, less Python between them"),
-    Rung("pinned", "article", {"pin_memory": True, "non_blocking": True}, "no wait for copies"),
-    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls, no library around them"),
-    Rung("device log", "same work", {"logging": "ring-buffer"}, "training reads no loss"),
-    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel, no host wait"),
+    Rung("stock", ARTICLE, {}, "the public script as downloaded"),
+    Rung("workers", ARTICLE, {"num_workers": 3}, "images are decoded beside the training"),
+    Rung("compile", ARTICLE, {"compile": "default"}, "fewer kernels, less Python between them"),
+    Rung("pinned", ARTICLE, {"pin_memory": True, "non_blocking": True}, "no wait for copies"),
+    Rung("plain loop", WORK, {"driver": "eager"}, "PyTorch without accelerate"),
+    Rung("device log", WORK, {"logging": "ring-buffer"}, "the loop reads no loss"),
+    Rung("fused optimizer", WORK, {"optimizer": "adamw-fused"}, "one kernel, no question to it"),
+    Rung("whole-step graph", WORK, {"driver": "graph"} | WORKERS, "one launch for four images"),
+    Rung("channels last", WORK, CHANNELS_LAST, "the layout that tensor cores want, kept"),
+    Rung("encoders compiled", WORK, {"compile_scope": "everything"}, "they launch kernels, too"),
+    Rung("side by side", WORK, {"streams": 4}, "one image's kernels don't fill the GPU"),
     Rung(
-        "more workers",
-        "same work",
-        {"num_workers": 8, "persistent_workers": True},
-        "a faster step eats images faster",
+        "cached encoders", MATHEMATICS, CACHED, "they are frozen: ask once, sample anew each step"
     ),
-    Rung("whole-step graph", "same work", {"driver": "graph"}, "the host launches once a step"),
-    Rung(
-        "channels last",
-        "same work",
-        {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True},
-        "convolutions in the tensor cores' layout, and no layer that leaves it",
-    ),
-    Rung(
-        "encoders compiled",
-        "same work",
-        {"compile_scope": "everything"},
-        "the frozen networks launch kernels too",
-    ),
-    Rung("side by side", "same work", {"streams": 4}, "one image's kernels don't fill the GPU"),
-    Rung(
-        "cached latents",
-        "same mathematics",
-        {"cache": "latents", "num_workers": 0, "persistent_workers": False},
-        "the VAE is frozen: ask it once, re-sample its answer each step",
-    ),
-    Rung(
-        "cached text",
-        "same mathematics",
-        {"cache": "latents+text", "compile_scope": "model"},
-        "so is the text encoder",
-    ),
-    Rung(
-        "merged batch",
-        "same mathematics",
-        {"micro_batch": 4, "accumulation": 1, "streams": 1},
-        "the mean of four losses has the mean of their gradients",
-    ),
-    Rung("folded LoRA", "same mathematics", {"adapter": "folded"}, "W + BA once, one projection"),
+    Rung("merged batch", MATHEMATICS, MERGED, "the mean loss has the mean gradient"),
+    Rung("folded LoRA", MATHEMATICS, {"adapter": "folded"}, "W + BA once, one projection"),
 )
 """From article A1's starting point to as far as we get; each rung keeps the changes of those below
 it.
@@ -98,37 +74,37 @@ A2_BASE = Recipe(accumulation=1, rank=8, precision="bf16", driver="eager", dynam
 
 A2_LADDER = Ladder(
     A2_BASE,
-    Rung("bf16", "article", {}, "the plain loop, as the article starts"),
+    Rung("bf16", ARTICLE, {}, "the plain loop, as the article starts"),
     Rung(
         "workers",
-        "same work",
+        WORK,
         {"num_workers": 2, "persistent_workers": True, "pin_memory": True, "non_blocking": True},
         "tiles are cut and copied beside the training",
     ),
     Rung(
         "no host waits",
-        "same work",
+        WORK,
         {"layers": "rewritten", "logging": "ring-buffer"},
         "the CPU computes the image tokens' places before, and training reads no loss",
     ),
-    Rung("fused optimizer", "same work", {"optimizer": "adamw-fused"}, "one kernel, all adapters"),
+    Rung("fused optimizer", WORK, {"optimizer": "adamw-fused"}, "one kernel, all adapters"),
     Rung(
         "blocks compiled",
-        "same work",
+        WORK,
         {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
         "one block's code for all of them, and for any length",
     ),
     Rung(
         "packed",
-        "same mathematics",
+        MATHEMATICS,
         {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
         "no padding, one shape, enough tokens for the GPU, never all of their logits at once",
     ),
-    Rung("answers only", "same mathematics", {"loss": "answers"}, "most tokens predict nothing"),
+    Rung("answers only", MATHEMATICS, {"loss": "answers"}, "most tokens predict nothing"),
     Rung(
         "cached features",
-        "same mathematics",
-        {"cache": "features", "num_workers": 0, "persistent_workers": False},
+        MATHEMATICS,
+        {"cache": "features"} | NO_WORKERS,
         "the vision tower is frozen: ask it once",
     ),
 )
@@ -160,34 +136,34 @@ belongs to QLoRA's preparation."""
 
 A3_LADDER = Ladder(
     A3_BASE,
-    Rung("lora", "article", {}, "accelerate's loop, as the article starts"),
-    Rung("plain loop", "same work", {"driver": "eager"}, "the same calls, no library around them"),
+    Rung("lora", ARTICLE, {}, "accelerate's loop, as the article starts"),
+    Rung("plain loop", WORK, {"driver": "eager"}, "the same calls, no library around them"),
     Rung(
         "plain adapters, device log",
-        "same work",
+        WORK,
         {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
         "two thin products and nothing around them, and a host that waits for nothing",
     ),
     Rung(
         "rewritten",
-        "same work",
+        WORK,
         {"layers": "rewritten"},
         "no mask, so the fastest attention kernel; experts in grouped products",
     ),
-    Rung("fused loss", "same work", {"loss": "fused"}, "never all logits of 152 thousand words"),
+    Rung("fused loss", WORK, {"loss": "fused"}, "never all logits of 152 thousand words"),
     Rung(
         "packed",
-        "same mathematics",
+        MATHEMATICS,
         {"shapes": "packed", "token_budget": 4096, "micro_batch": 1},
         "no padding, and every step of one shape",
     ),
     Rung(
         "blocks compiled",
-        "same mathematics",
+        MATHEMATICS,
         {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
         "one block's code for all of them, and one for the loss of a chunk of tokens",
     ),
-    Rung("whole-step graph", "same mathematics", {"driver": "graph"}, "one shape: a launch a step"),
+    Rung("whole-step graph", MATHEMATICS, {"driver": "graph"}, "one shape: a launch a step"),
 )
 """From article A3's LoRA run on; each rung keeps the changes of those below it."""
 

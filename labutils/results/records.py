@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 2
+Wanted = Tag | tuple[Tag, ...]
+"""A tag that is asked for, or several of which any will do."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 REFERENCE = REPOSITORY / "reference" / "h200" / "results.jsonl"
 LANES = ("article", "same work", "same mathematics")
@@ -154,9 +156,12 @@ class Run:
             words.append(name if tag is True else text if is_plain else f"{name} {text}")
         return ", ".join(words) or str(self.tags.get("experiment", self.run))
 
-    def has(self, **tags: Tag) -> bool:
-        """Whether the run has these tags; one that is False, it must not have as True."""
-        return all(_typed(self.tags.get(key, False)) == _typed(tag) for key, tag in tags.items())
+    def has(self, **tags: Wanted) -> bool:
+        """Whether the run has these tags, of a tuple any one; one that is False, it must not have
+        as True.
+        """
+        wanted = {key: tag if isinstance(tag, tuple) else (tag,) for key, tag in tags.items()}
+        return all(_typed(self.tags.get(key, False)) in map(_typed, wanted[key]) for key in wanted)
 
     def metric(self, name: str) -> float | None:
         """The metric's number, the median of a summary; None where it does not apply."""
@@ -186,7 +191,7 @@ class Runs(Sequence[Run]):
     def __len__(self) -> int:
         return len(self._runs)
 
-    def select(self, lab: str | None = None, **tags: Tag) -> Runs:
+    def select(self, lab: str | None = None, **tags: Wanted) -> Runs:
         """The runs that have these tags, whichever others they have. A tag asked for as False is
         one that they don't have."""
         return Runs(run for run in self if lab in (None, run.lab) and run.has(**tags))

@@ -745,7 +745,7 @@ climbed = lab.measured_together(
 climbed = {name: climbed[name] for name in climbable}
 measured = [run for run in climbed.values() if run.ok]
 fig, ax = plt.subplots()
-plots.waterfall(ax, measured, None, log=False, metric="ms_per_1k_useful_tokens")
+plots.ladder(ax, measured, "ms_per_1k_useful_tokens")
 plt.show()
 columns = {"run": "rung", "lane": "lane", "ms_per_1k_useful_tokens": "ms for 1000 useful tokens"}
 columns["useful_tokens_per_s"] = "useful tokens/s"

@@ -741,7 +741,7 @@ groups = {
     for name in climbed
 }
 shown = [replace(run, lane=groups[name]) for name, run in climbed.items() if run.ok]
-plots.waterfall(ax, shown, None, log=False, metric="ms_per_1k_useful_tokens")
+plots.ladder(ax, shown, "ms_per_1k_useful_tokens")
 plt.show()
 
 # %%

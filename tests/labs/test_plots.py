@@ -9,6 +9,7 @@ import pytest
 
 from labutils.course import plots
 from labutils.course.plots import traces
+from labutils.course.plots.palette import PAPER
 from labutils.course.predictions import scores_of
 from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.roofline import Roofline
@@ -85,21 +86,36 @@ def test_sweep_draws_measured_published_model_and_failures(ax):
     assert_tidy(ax)
 
 
-def test_waterfall_of_eighteen_rungs(ax):
-    """The lanes stand in their order, speed-ups count from the stock loop measured here."""
-    lanes = {"same mathematics": (80, 70, 50, 35, 29), "article": (950, 625, 430, 425)}
-    lanes["same work"] = (400, 380, 300, 290, 260, 255, 200, 120, 110)
-    rungs = [timed(f"{lane}, {ms}", ms, lane) for lane, times in lanes.items() for ms in times]
-    published = {"as downloaded": 1160, "3 workers": 564, "torch.compile": 408, "pinned": 392}
-    plots.waterfall(ax, [*rungs, FAILED], 14.4, published=published)
-    drawn = [name.split(",")[0] for name in names_of_rows(ax)]
-    order = ["article"] * 4 + ["same work"] * 9 + ["same mathematics"] * 5
-    assert drawn == [*published, *order]
+def test_a_ladder_shows_what_each_rung_is_worth(ax):
+    """Lanes in their order, factors against the rung above, the article's as ratios only."""
+    lanes = {"same mathematics": (50, 35), "article": (950, 625), "same work": (620, 400, 120)}
+    rungs = [timed(f"{ms} ms", ms, lane) for lane, times in lanes.items() for ms in times]
+    for run in rungs:
+        run.metrics["floor_ms"] = 8.9 if run.lane == "same mathematics" else 14.8
+    rungs[-3].samples["step_ms"] = [590, 605, 620, 640, 655]  # within the noise of the rung above
+    published = {"950 ms": 290, "625 ms": 141}
+    plots.ladder(ax, [*rungs, FAILED], published=published, whose="A1, its card")
+    assert names_of_rows(ax) == [f"{ms} ms" for ms in (950, 625, 620, 400, 120, 50, 35)]
     said = texts(ax)
-    assert {"lane: article", "lane: same work", "floor 14.4 ms"} <= set(said)
-    assert any(text.endswith("2.96x") for text in said)  # 1160 / 392, the article's own
-    assert any(text.endswith("32.76x") for text in said)  # 950 / 29, here
+    assert {"article", "same work", "same mathematics", "A1, its card", "2.06x"} <= set(said)
+    assert {"floor 14.8 ms", "floor 8.9 ms"} <= set(said)
+    assert any(text.startswith("3.33x (") for text in said)  # 400 / 120, of the rung above
+    hollow = [line for line in ax.lines if line.get_markerfacecolor() == PAPER]
+    assert [line.get_ydata()[0] for line in hollow] == [ax.get_yticks()[2]]
     assert_tidy(ax)
+
+
+def test_a_ladder_takes_its_noise_from_the_base_measured_again(ax):
+    def rung(name: str, ms: float, **tags) -> Run:
+        run = timed(name, ms)
+        run.tags, run.comparison = {"rung": name} | tags, "one"
+        run.samples = {"step_ms": [ms * x for x in (0.99, 1, 1.01)] * 3, "round": [0, 1, 2] * 3}
+        return run
+
+    rungs = [rung("stock", 100), rung("faster", 96), rung("fastest", 48)]
+    plots.ladder(ax, [*rungs, rung("stock", 94, again=True)])
+    hollow = [line for line in ax.lines if line.get_markerfacecolor() == PAPER]
+    assert len(hollow) == 1 and names_of_rows(ax) == ["stock", "faster", "fastest"]
 
 
 def test_a_category_looks_the_same_in_every_timeline(ax):

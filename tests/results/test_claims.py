@@ -77,15 +77,19 @@ def test_every_claim_and_untested_statement_says_what_was_published_and_why():
         assert all(line["statement"] and line["reason"] for line in article.untested)
 
 
-AWAITED = {("02", "gaps"), ("03", "held by copies"), ("03", "epoch start")}
-"""Experiments of which the reference has no record yet."""
+AWAITED = [
+    {"experiment": "gaps"},
+    {"experiment": "held by copies"},
+    {"experiment": "epoch start"},
+    {"experiment": "compile mode", "loop": "plain"},
+]
+"""Tags of runs of which the reference has no record yet."""
 
 
 def test_every_claim_selects_a_run_of_the_reference_or_says_why_not(reference):
     for one in EVERY.values():
         missing = [tags for tags in one.runs.values() if not reference.select(one.lab, **tags)]
-        experiments = {(one.lab, tags.get("experiment")) for tags in missing}
-        missing = [] if experiments <= AWAITED else missing
+        missing = [t for t in missing if not any(each.items() <= t.items() for each in AWAITED)]
         assert not missing or one.lab == "09" and "tensorflow" in str(missing), one.id
         if not one.judge:
             assert one.reason, one.id

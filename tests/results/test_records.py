@@ -59,6 +59,7 @@ def test_runs_are_selected_by_their_tags():
     assert list(kept.select("06", experiment="methods")) == [base, again, four]
     assert list(kept.select("06", batch=1, again=False)) == [base]
     assert list(kept.select(batch=True)) == []  # True is not 1
+    assert list(kept.select("06", batch=(4, 9))) == [four]
     assert kept.one("06", experiment="methods", batch=1) is base  # exactly these tags
     assert kept.one("06", batch=4) is four  # the only one that has them
     assert kept.one("06", batch=1) is kept.one("06", batch=8) is None

@@ -117,10 +117,3 @@ def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None
     legend = Legend(ax, handles, list(fills), fontsize=8, labelspacing=0.3, **place)
     ax.add_artist(legend)
     legend.set_clip_on(False)
-
-
-def white_edge(width: float = 1.5) -> list[Any]:
-    """Path effects that keep a line visible on dark and light fills."""
-    from matplotlib import patheffects
-
-    return [patheffects.Stroke(linewidth=width * 2.2, foreground=PAPER), patheffects.Normal()]

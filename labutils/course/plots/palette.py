@@ -13,7 +13,8 @@ PURPLE, MIST, ROSE = "#5E3A87", "#B3C4CF", "#EBA696"
 
 Fill = tuple[str, str]
 """A colour and a hatch."""
-LANE_FILLS = {"article": (NAVY, ""), "same work": (TEAL, "///"), "same mathematics": (AMBER, "...")}
+LANE_MARKS = {"article": (NAVY, "o"), "same work": (TEAL, "s"), "same mathematics": (AMBER, "D")}
+"""A lane's colour and marker."""
 FILLS = (
     (NAVY, ""),
     (AMBER, "///"),

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from operator import truediv
+from typing import TYPE_CHECKING, Any
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import AMBER, GREY, INK, LANE_FILLS, MIST, NAVY, PAPER, RUST
+from labutils.course.plots.palette import (
+    AMBER,
+    GREY,
+    INK,
+    LANE_MARKS,
+    MIST,
+    NAVY,
+    PAPER,
+    PURPLE,
+    RUST,
+)
 from labutils.course.tables import cell
+from labutils.results.effects import NotTestable, effect
 from labutils.results.records import LANES, Run
 
 if TYPE_CHECKING:
@@ -90,81 +102,100 @@ def sweep(
     return ax
 
 
-def waterfall(
+OTHER = (PURPLE, "^")
+"""The mark of rungs in no lane of the course."""
+
+
+def ladder(
     ax: Axes,
     rungs: Iterable[Run],
-    floor_ms: float | None,
-    published: Mapping[str, float] | None = None,
-    log: bool = True,
-    published_label: str = "published, another machine",
     metric: str = "step_ms",
+    published: Mapping[str, float] | None = None,
+    whose: str = "article",
 ) -> Axes:
-    """The ladder as horizontal bars, from the stock loop down to the floor, the lanes set apart.
+    """A ladder from its first rung down: a dot a rung, a line from p10 to p90, a tick at its floor.
 
-    Each bar is a rung's median step (or another time, `metric`) with its p10-p90 range, its number,
-    and its speed-up over the first rung. `published` (rung -> ms) comes first, in a block of its
-    own, with speed-ups over its own first rung. `floor_ms` is what the hardware allows. Runs
-    without the metric are left out; raises `ValueError` where none is left. On a logarithmic axis
-    read the ends of the bars: their lengths mean nothing.
+    Beside a rung stand its median and how many times as fast it is as the rung above, with the 95 %
+    interval where it has one; a hollow grey dot where noise can't tell the two apart. A run that is
+    another's measured again is no rung: it says how large the noise is. `published` (rung -> time)
+    is `whose` ladder, of which only the same ratios are shown. Runs without the metric are left
+    out; raises `ValueError` where none is left.
     """
-    blocks = {published_label: {name: (ms, ms, ms) for name, ms in (published or {}).items()}}
-    blocks |= {f"lane: {lane}": {} for lane in LANES}
-    for run in rungs:
-        if spread := layout.spread(run, metric):
-            blocks.setdefault(f"lane: {run.lane}", {})[run.run] = spread
-    blocks = {title: spreads for title, spreads in blocks.items() if spreads}
-    every = [spread for spreads in blocks.values() for spread in spreads.values()]
-    if not every:
+    runs = [run for run in rungs if layout.spread(run, metric)]
+    steps = [run for run in runs if not run.tags.get("again")]
+    if not steps:
         raise ValueError(f"No rung of the ladder has a {metric}: there is nothing to draw.")
-    layout.make_room(ax, len(every) + 0.7 * len(blocks), per_row=0.27)
-    times = [median for _, median, _ in every]
-    left = 0.6 * min([*times, floor_ms or times[0]]) if log else 0.0
-    labels = _draw_blocks(ax, blocks, published_label, left)
-    ax.set_yticks(list(labels), list(labels.values()))
+    lanes = list(dict.fromkeys([*LANES, *(run.lane for run in steps)]))
+    steps.sort(key=lambda run: lanes.index(run.lane))
+    layout.make_room(ax, len(steps) + len({run.lane for run in steps}), per_row=0.27)
+    heights = [y + len({run.lane for run in steps[: y + 1]}) for y in range(len(steps))]
+    said = list((published or {}).values())
+    ratios = dict(zip(list(published or {})[1:], map(truediv, said, said[1:]), strict=False))
+    for at, (run, y) in enumerate(zip(steps, heights, strict=True)):
+        factor, apart = _against(steps[at - 1], run, runs, metric) if at else ("", True)
+        _draw_rung(ax, y, layout.spread(run, metric), LANE_MARKS.get(run.lane, OTHER), apart)
+        _beside(ax, y, cell(run.metric(metric)), factor, ratios.get(run.run))
+    _draw_lanes(ax, steps, heights, "floor_ms" if metric == "step_ms" else "")
+    _beside(ax, 0, "ms", "against rung above", whose if ratios else None, weight="bold")
+    ax.set_yticks(heights, [run.run for run in steps])
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)
-    if log:
-        ax.set_xscale("log")
-        ax.xaxis.set_major_formatter("{x:g}")
-    widest = max(high for _, _, high in every)
-    ax.set_xlim(left, max((2.6 if log else 1.3) * max(times), (2.2 if log else 1.25) * widest))
-    scale = ", logarithmic" if log else ""
-    ax.set_xlabel(f"{layout.axis_label(metric)}{scale} (bar: median, line: p10-p90)")
-    if floor_ms:
-        ax.axvline(floor_ms, color=RUST, linestyle="--", path_effects=layout.white_edge(), zorder=5)
-        place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-        text = f"floor {cell(floor_ms)} ms"
-        ax.annotate(text, (floor_ms, 1), (3, 3), color=RUST, fontsize=9, **place)
+    ax.set_ylim(heights[-1] + 0.7, -0.6)
+    ax.set_xscale("log", subs=())
+    low, high = ax.get_xlim()
+    ax.xaxis.get_major_locator().set_params(
+        subs=(1, 3) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
+    )
+    ax.xaxis.set_major_formatter("{x:g}")
+    marks = "dot: median, line: p10 to p90; hollow and grey: within the noise"
+    ax.set_xlabel(f"{layout.axis_label(metric)}, logarithmic\n({marks})")
     return ax
 
 
-def _draw_blocks(
-    ax: Axes, blocks: Mapping[str, Mapping[str, layout.Spread]], published: str, left: float
-) -> dict[float, str]:
-    """Draw a waterfall's blocks from the top down; height -> name of each bar."""
-    at, labels = 0.0, {}
-    measured = [spreads for title, spreads in blocks.items() if title != published]
-    stock = next(iter(measured[0].values()))[1] if measured else 0.0
-    for title, spreads in blocks.items():
-        if at:
-            ax.axhline(at - 0.95, color=GREY, linewidth=0.8, linestyle="-")
-        place = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center"}
-        ax.text(1.0, at - 0.55, title, fontsize=9, weight="bold", color=INK, **place)
-        first = next(iter(spreads.values()))[1] if title == published else stock
-        lane = title.removeprefix("lane: ")
-        fill = (PAPER, "\\\\\\") if title == published else LANE_FILLS.get(lane, (GREY, ""))
-        for name, (low, median, high) in spreads.items():
-            ax.barh(at, median - left, 0.72, left=left, **layout.look(fill))
-            if high > low:
-                edge = layout.white_edge(2)
-                ax.hlines(at, low, high, color=RUST, linewidth=2, path_effects=edge, zorder=4)
-            speedup = "" if median == first else f"   {first / median:.2f}x"
-            layout.number(ax, f"{cell(median)}{speedup}", max(high, median), at)
-            labels[at] = name
-            at += 1
-        at += 0.7
-    ax.set_ylim(at - 0.9, -0.95)
-    return labels
+def _against(above: Run, run: Run, runs: Sequence[Run], metric: str) -> tuple[str, bool]:
+    """How many times as fast a rung is as the one above, and whether noise can tell them apart."""
+    again = next((r for r in runs if r.tags.get("again") and r.comparison == run.comparison), None)
+    base = next((r for r in runs if again and r.tags | {"again": True} == again.tags), None)
+    try:
+        one = effect(above, run, (base, again) if base and again else None, metric)
+    except NotTestable:
+        return f"{above.metric(metric) / run.metric(metric):.2f}x", True
+    ends = "" if one.exact else f" ({1 / one.high:.2f} to {1 / one.low:.2f})"
+    return f"{1 / one.value:.2f}x{ends}", one.direction != 0
+
+
+def _draw_rung(ax: Axes, y: float, spread: layout.Spread, mark: tuple, apart: bool) -> None:
+    """A rung's dot over its line, hollow and grey where noise can't tell it from the one above."""
+    color, marker = mark if apart else (GREY, mark[1])
+    ax.hlines(y, spread[0], spread[2], color=color, linewidth=3, alpha=0.5, zorder=3)
+    look = {"markerfacecolor": color if apart else PAPER, "markeredgecolor": INK if apart else GREY}
+    ax.plot(spread[1], y, marker, zorder=4, **look)
+
+
+def _beside(
+    ax: Axes, y: float, ms: str, factor: str, ratio: float | str | None, **look: Any
+) -> None:
+    """The columns to the right of the axes, in points from their edge."""
+    published = f"{ratio:.2f}x" if isinstance(ratio, float) else ratio or ""
+    for text, dots, side in ((ms, 38, "right"), (factor, 50, "left"), (published, 168, "left")):
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        place |= {"va": "center", "ha": side, "fontsize": 9, "annotation_clip": False}
+        ax.annotate(text, (1, y), (dots, 0), **(place | look))
+
+
+def _draw_lanes(ax: Axes, steps: Sequence[Run], heights: Sequence[float], floor: str) -> None:
+    """Each lane's name above its rungs, a line between lanes, and its floors as one dashed line."""
+    for lane in dict.fromkeys(run.lane for run in steps):
+        own = [(run, y) for run, y in zip(steps, heights, strict=True) if run.lane == lane]
+        top = own[0][1] - 1
+        if top:
+            ax.axhline(top - 0.5, color=GREY, linewidth=0.8, linestyle="-")
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        look = {"weight": "bold", "fontsize": 9, "va": "center", "ha": "right"}
+        ax.annotate(lane, (0, top), (-7, 0), annotation_clip=False, **(place | look))
+        if floors := [(run.metric(floor), y) for run, y in own if run.metric(floor)]:
+            ax.plot(*zip(*floors, strict=True), "|--", color=RUST, linewidth=1, zorder=2)
+            layout.number(ax, f"floor {cell(floors[-1][0])} ms", floors[0][0], top, -4, color=RUST)
 
 
 def differences(
