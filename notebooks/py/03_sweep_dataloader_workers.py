@@ -593,19 +593,13 @@ print(faster_than(4, transformed, reordered, an_image, times=2))
 
 
 # %% [markdown]
-# ## Where this comes from, and what to read on
+# ## What to read on
 # - PyTorch: [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html), on workers, prefetching and pinned memory.
 # - PyTorch: *[A guide on good usage of `non_blocking` and `pin_memory()`](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html)*.
 # - J. Mohan and others: *Analyzing and Mitigating Data Stalls in DNN Training*, PVLDB 14(5), 2021
 #   ([arXiv:2007.06775](https://arxiv.org/abs/2007.06775)).
 # - Docker: [`--shm-size`](https://docs.docker.com/reference/cli/docker/container/run/).
 # - The course's [glossary](../docs/glossary.md).
-#
-# ## What you did
-# - You wrote a Dataset, took its reading apart, and put a DataLoader with workers around it.
-# - You predicted a curve from two times, and tested it on a toy, on the article's table and on the real loop.
-# - You worked out the shared memory that workers need, and saw it run out and be cured.
-# - You timed what a copy holds up, and found who makes it.
 #
 # Next: lab 04, which makes the computation itself faster.
 

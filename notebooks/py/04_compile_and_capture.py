@@ -681,7 +681,7 @@ three_times = 3 if lab.device == "cuda" else 0
 print(faster_than(4, by_micro_steps, replayed, eight_images, three_times, tolerance=1e-3))
 
 # %% [markdown]
-# ## Where this comes from, and what to read on
+# ## What to read on
 # - J. Ansel and others: *PyTorch 2*, ASPLOS 2024 ([doi:10.1145/3620665.3640366](https://doi.org/10.1145/3620665.3640366)).
 #   Dynamo and Inductor, by their authors.
 # - PyTorch: [torch.compile](https://docs.pytorch.org/docs/stable/generated/torch.compile.html), [regional

@@ -771,7 +771,7 @@ print(smaller_than(4, restoring, lean, some_inputs, share=0.1, module=frozen_lay
 
 
 # %% [markdown]
-# ## Where this comes from, and what to read on
+# ## What to read on
 # - P. Micikevicius and others: *[FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)*, 2022.
 # - NVIDIA: *[Transformer Engine's documentation](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/)*.
 # - T. Dettmers and others: *[LLM.int8()](https://arxiv.org/abs/2208.07339)*, 2022, on outliers.
@@ -780,13 +780,6 @@ print(smaller_than(4, restoring, lean, some_inputs, share=0.1, module=frozen_lay
 # - Casts above 448: [pytorch#178817](https://github.com/pytorch/pytorch/pull/178817),
 #   [ao#1912](https://github.com/pytorch/ao/issues/1912).
 # - The course's [glossary](../docs/glossary.md).
-#
-# ## What you did
-# - You decoded all 256 codes, and saw what a cast does beyond them.
-# - You scaled a product and descaled it, with today's scale and with yesterday's.
-# - You computed from how many outputs on FP8 wins.
-# - You wrote a frozen layer of one byte a parameter, and one with scales the other way.
-# - You judged formats layer by layer, and wrote two block formats.
 #
 # Next: lab 06, where FP8 meets images of any shape.
 
