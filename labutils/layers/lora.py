@@ -3,13 +3,11 @@ behind one call.
 
     parameters = attach_lora(unet, ("to_q", "to_out.0"), rank=4, alpha=4, kind="plain", seed=0)
     save_adapter(unet, "adapter")          as PEFT saves it
-    load_adapter(other, "adapter")         what PEFT or `save_adapter` saved
 
 Whatever the kind, an adapted layer has the same anatomy, that of PEFT's layers: `base_layer`, and
 for each adapter by name `lora_A[name].weight` (r x in), `lora_B[name].weight` (out x r) and
-`scaling[name]`, with `merge()`, `unmerge()`, `merged` and `set_adapter(name)`. So parameters have
-the same names in every kind, and initialising, saving, loading, merging and switching are written
-once.
+`scaling[name]`, with `set_adapter(name)`. So parameters have the same names in every kind, and
+initialising and saving are written once.
 
 LoRA weights are float32 whatever the base weights are: they are small, and in half precision a
 small step of the optimizer would round to nothing. The products are computed in the dtype of the
@@ -33,8 +31,6 @@ from labutils.recipe import check_choice
 KINDS = ("peft", "plain")
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
-BEYOND_LORA = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "lora_bias")
-"""Fields of PEFT's configuration which, when set, mean another computation than the one here."""
 
 
 class LoRALinear(nn.Module):
@@ -52,7 +48,6 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.ModuleDict()
         self.lora_B = nn.ModuleDict()
         self.scaling: dict[str, float] = {}
-        self.merged = False
         self.add_adapter(name, rank, alpha)
 
     def add_adapter(self, name: str, rank: int, alpha: float) -> None:
@@ -77,33 +72,13 @@ class LoRALinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.base_layer(x)
         name = self.active_adapter
-        if self.merged or name not in self.scaling:
+        if name not in self.scaling:
             return y
         A, B = (products[name].weight.to(x.dtype) for products in (self.lora_A, self.lora_B))
         scaling = self.scaling[name]
         h = F.linear(x, A)  # (..., r)
         h = h if scaling == 1 else h * scaling  # scaled where it has r columns and not `out`
         return y + F.linear(h, B)
-
-    @torch.no_grad()
-    def merge(self) -> None:
-        """W <- W + alpha/r B A: from here the layer costs what its base does, and its adapter gets
-        no gradient."""
-        if not self.merged and self.active_adapter in self.scaling:
-            self.base_layer.weight.add_(self._update())
-            self.merged = True
-
-    @torch.no_grad()
-    def unmerge(self) -> None:
-        """W <- W - alpha/r B A: back to the base weights, up to the rounding of their dtype."""
-        if self.merged:
-            self.base_layer.weight.sub_(self._update())
-            self.merged = False
-
-    def _update(self) -> Tensor:
-        """The whole out x in update of the adapter in use, in the LoRA weights' own dtype."""
-        name = self.active_adapter
-        return self.lora_B[name].weight @ self.lora_A[name].weight * self.scaling[name]
 
     # What other code reads off an nn.Linear is the base layer's.
     @property
@@ -260,47 +235,6 @@ def adapter_state(module: nn.Module, name: str = "default") -> dict[str, Tensor]
     return state
 
 
-def switch(module: nn.Module, name: str) -> None:
-    """Use the adapter `name` in the whole model, and train it alone.
-
-    Raises `ValueError` where no layer has it, and while an adapter is merged.
-    """
-    _layers_with(module, name)
-    layers = lora_layers(module).values()
-    if any(layer.merged for layer in layers):
-        raise ValueError(
-            "An adapter is merged into the base weights. Call unmerge(module) before switching."
-        )
-    for layer in layers:
-        layer.set_adapter(name)
-
-
-def merge(module: nn.Module) -> None:
-    """W <- W + alpha/r B A in every adapted layer, in place; merged layers are left alone.
-
-    The base weights keep their dtype: half-precision weights round the sum, so that `unmerge`
-    brings them back only to within that rounding. Raises `ValueError` for base weights that can't
-    be added to (quantised ones).
-    """
-    layers = lora_layers(module)
-    for layer_name, layer in layers.items():
-        dtype = layer.base_layer.weight.dtype
-        if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            raise ValueError(
-                f"The base weights of {layer_name!r} are {dtype}: an update can't be added to them."
-            )
-    for layer in layers.values():
-        if not layer.merged:
-            layer.merge()
-
-
-def unmerge(module: nn.Module) -> None:
-    """Take merged updates out of the base weights again."""
-    for layer in lora_layers(module).values():
-        if layer.merged:
-            layer.unmerge()
-
-
 def lora_parameters(d: int, k: int, r: int) -> int:
     """Trainable parameters of a rank-r update of a d x k matrix: B has d r, A has r k. The matrix
     itself has d k."""
@@ -395,68 +329,6 @@ def _save_for_diffusers(state: dict[str, Tensor], config: Any, folder: str) -> N
         unet_lora_adapter_metadata=config.to_dict()
         | {"target_modules": list(config.target_modules)},
     )
-
-
-def load_adapter(
-    module: nn.Module, folder: str | Path, name: str = "default", kind: str = "peft"
-) -> list[nn.Parameter]:
-    """Load a saved adapter into the adapter `name`, attached first (as `kind`) where the model
-    hasn't got it.
-
-    Everything is checked before anything is changed. Returns the adapter's parameters. Raises
-    `ValueError` for a file that is more than LoRA, or that doesn't fit the model or its adapter;
-    PEFT and safetensors raise their own errors for a file that is missing or can't be read.
-    """
-    from peft import LoraConfig
-    from safetensors import safe_open
-
-    config = LoraConfig.from_pretrained(folder)
-    with safe_open(Path(folder) / WEIGHTS_FILE, "pt") as file:
-        state = {_plain_name(key): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        alpha = float((file.metadata() or {}).get("alpha", config.lora_alpha))
-    if alpha != config.lora_alpha:
-        raise ValueError(
-            f"The adapter in {folder} has weights of alpha {alpha:g} and a configuration of "
-            f"{config.lora_alpha:g}: a save was cut off between the two files. Save it again."
-        )
-    if beyond := [field for field in BEYOND_LORA if getattr(config, field)]:
-        raise ValueError(
-            f"The adapter in {folder} is more than LoRA ({', '.join(beyond)}). Load it with PEFT."
-        )
-    targets = tuple(sorted({key.rpartition(".lora_")[0] for key in state}))
-    here = [layer for layer in lora_layers(module).values() if name in layer.lora_A]
-    if here:
-        fitting = {key: tuple(tensor.shape) for key, tensor in adapter_state(module, name).items()}
-    else:
-        fitting = _shapes_for(module, targets, config.r)
-    saved = {key: tuple(tensor.shape) for key, tensor in state.items()}
-    wrong = sorted(key for key in saved | fitting if saved.get(key) != fitting.get(key))
-    if wrong:
-        raise ValueError(
-            f"The adapter in {folder} doesn't fit this {type(module).__name__}: {wrong[0]} is "
-            f"{saved.get(wrong[0])} in the file, and {fitting.get(wrong[0])} in the model."
-        )
-    if any(layer.scaling[name] != config.lora_alpha / config.r for layer in here):
-        raise ValueError(
-            f"The adapter in {folder} doesn't fit this {type(module).__name__}: alpha is "
-            f"{config.lora_alpha} in the file, and another in the model."
-        )
-    if not here:
-        attach_lora(module, targets, config.r, config.lora_alpha, kind, name=name)
-    own = adapter_state(module, name)
-    for key, tensor in state.items():
-        own[key].copy_(tensor)
-    return _parameters(module, name)
-
-
-def _shapes_for(module: nn.Module, targets: tuple[str, ...], rank: int) -> dict[str, tuple]:
-    """Shapes of the tensors of an adapter that `targets` would put on the model."""
-    layers = {_plain_name(n): layer for n, layer in module.named_modules()}
-    shapes = {}
-    for name in map(_plain_name, matching_layers(module, targets)):
-        shapes[f"{name}.lora_A.weight"] = (rank, layers[name].in_features)
-        shapes[f"{name}.lora_B.weight"] = (layers[name].out_features, rank)
-    return shapes
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import pickle
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from labutils.data.loader import EPOCH, EpochOrder
 from labutils.data.packing import BUCKETS, IGNORED
 from labutils.labs.ladders import A3_BASE
-from labutils.layers.lora import attach_lora, count_parameters, count_trainable, load_adapter
+from labutils.layers.lora import attach_lora, count_parameters, count_trainable
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
 from labutils.training import Trainer
@@ -408,7 +409,7 @@ def test_a_saved_adapter_has_pefts_names(workload, tmp_path):
     names = load_file(tmp_path / "adapter_model.safetensors")
     assert f"base_model.model.{decoder}.layers.0.self_attn.q_proj.lora_A.weight" in names
     other = around_the_same(workload._frozen(torch.float32, 0))
-    load_adapter(other, tmp_path, kind="plain")
+    other = peft.PeftModel.from_pretrained(other, tmp_path)
     with torch.no_grad():
         theirs = other(**batch_of(workload, BASE, [1])).loss
         ours = workload.loss(model, batch_of(workload, OURS, [1]), {})
