@@ -26,7 +26,7 @@ def outputs_of(number: str, source: str) -> list[dict[str, Any]]:
 
 def _text(lines: str | list[str]) -> str:
     """A notebook keeps a text of several lines as their list."""
-    return "".join(lines)
+    return "".join(lines) if isinstance(lines, list) else lines
 
 
 def cells_of_an_older_edition(executed: NotebookNode, today: NotebookNode) -> int:
