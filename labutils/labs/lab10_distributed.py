@@ -337,9 +337,13 @@ def topology() -> Run:
 # ------------------------------------------------------------------------------------ a rank dies
 
 
-def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
+EVENTS = ("rank killed", "rank raises", "resumed on fewer ranks")
+
+
+def crashes(case: Case, ranks: int, device: str, events: Sequence[str] = EVENTS) -> dict[str, Run]:
     """Rank 1 is killed after five steps; all go on, and it raises after seven; as many as can share
     the batch without it go on to the end. All from the same checkpoints, one every second step.
+    Only those of the three that `events` names.
 
     Metrics of the first two: `failed`, `first_rank`, `left_behind` (processes that had to be
     ended), `checkpoint_step` and `message`.
@@ -353,6 +357,8 @@ def crashes(case: Case, ranks: int, device: str) -> dict[str, Run]:
             ("rank raises", ranks, {"fail": "raise", "fails": (1, 7), "resume": True}),
             ("resumed on fewer ranks", fewer_than(ranks), {"resume": True}),
         ):
+            if event not in events:
+                continue
             task = Task("run", event, case.opened, recipe, **always | options)
             ended = launch([task], on, device, timeout_s=240)
             run = runs[event] = ended.runs.get(event) or Run("10", event)
