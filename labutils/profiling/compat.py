@@ -1,7 +1,7 @@
 """Every use of a library's private interface, in one place.
 
-Each function says what it needs the interface for. tests/training/test_compat.py calls every one:
-an upgrade that moves an interface fails there by name.
+Each function says what it needs the interface for. tests/training/test_compat.py calls those that
+no other test on a CPU holds against something independent: an upgrade that moves one fails by name.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ near the bend.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 
@@ -37,11 +36,6 @@ class Pipeline:
     def busy_ms(self) -> float:
         """What training does for each micro-batch that a worker made."""
         return self.hand_over_ms + self.compute_ms
-
-    @property
-    def enough_workers(self) -> int:
-        """The fewest workers that keep up with the computation where cores are plenty."""
-        return max(1, math.ceil(self.read_ms / self.busy_ms))
 
     def step_ms(self, workers: int) -> float:
         """The law: milliseconds of one optimizer step with so many workers."""

@@ -382,12 +382,6 @@ def test_what_work_counts(workload):
 # Training
 
 
-def test_titles_are_learned(qwen3):
-    fast = {"learning_rate": 2e-2, "optimizer": "adamw-fused", "token_budget": 4096}
-    losses = losses_of(qwen3, PACKED.but(micro_batch=1, loss="answers", **fast), 12)
-    assert max(losses[-3:]) < losses[0] - 0.3
-
-
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
 def test_a_packed_run_resumes_where_it_stopped(name, tmp_path):
     """Two steps, a checkpoint, and two more in another trainer end as four in a row do."""

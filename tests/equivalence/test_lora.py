@@ -19,7 +19,6 @@ from labutils.layers.lora import (
     attach_lora,
     count_trainable,
     lora_layers,
-    lora_parameters,
     matching_layers,
     save_adapter,
 )
@@ -162,6 +161,8 @@ def test_parameters_are_those_of_add_adapter(kind):
     assert adapter_state(model).keys() == get_peft_model_state_dict(reference).keys()
     assert torch.equal(sample(model), untouched)  # B is zero
     assert adapter_state(torch.compile(model)).keys() == adapter_state(model).keys()
+    with pytest.raises(ValueError, match="already"):
+        attach_lora(model, TARGETS, 4, 4, kind)
 
 
 def test_initial_weights_depend_on_seed_and_name_alone():
@@ -209,24 +210,6 @@ def test_what_cant_be_attached_is_said(change, message):
     with pytest.raises(ValueError, match=message):
         attach_lora(model, **(asked | change))
     assert not lora_layers(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_adapters_on_one_base(kind):
-    """Each adapter computes what it does alone; only the one in use is trained."""
-    x, model = torch.randn(4, 8), adapted(kind)
-    alone = model(x)
-    with pytest.raises(ValueError, match="already"):
-        attach_lora(model, ("up",), 2, 2, kind)
-    attach_lora(model, ("up",), 2, 8, kind, seed=6, name="other")
-    trained(model, "other", size=0.5)
-    assert count_trainable(model) == lora_parameters(12, 8, 2)
-    assert not torch.allclose(model(x), alone)
-    assert torch.equal(model.down(torch.ones(1, 12)), model.down.base_layer(torch.ones(1, 12)))
-    for layer in lora_layers(model).values():
-        layer.set_adapter("default")
-    torch.testing.assert_close(model(x), alone)
-    assert count_trainable(model) == 2 * lora_parameters(12, 8, 3)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -124,13 +124,6 @@ def test_what_is_not_known_is_named_with_what_is(asked, choices):
         open_workload(**{"name": "sd15-lora", "scale": "tiny", "device": "cpu"} | asked)
 
 
-@pytest.mark.parametrize(("memory_gb", "scale"), [(None, "tiny"), (16.0, "small"), (80.0, "full")])
-def test_auto_is_the_largest_scale_that_fits(memory_gb, scale, monkeypatch):
-    machine = {"gpu": "some", "gpu_memory_gb": memory_gb} if memory_gb else {}
-    monkeypatch.setattr("labutils.workloads.base.machine_facts", lambda: machine)
-    assert open_workload("sd15-lora", device="cpu").scale == scale
-
-
 def test_the_hubs_weights_have_published_sizes():
     workload = open_workload("llava-lora", scale="tiny", weights="hub", device="cpu")
     with pytest.raises(ValueError, match="published"):

@@ -7,7 +7,6 @@ import torch
 
 from labutils.labs import lab05_fp8_matmul
 from labutils.labs.lab05_layer_errors import layer_errors
-from labutils.recipe import Unavailable
 from labutils.results.records import Run
 
 
@@ -49,19 +48,3 @@ def test_where_a_challenger_wins_for_good():
     for ms, first in (((2, 2, 0.5, 0.5), 4), ((0.5, 2, 0.5, 0.5), 4), ((0.5, 0.5, 0.5, 2), None)):
         times.metrics |= {f"new {n}": each for n, each in zip(sizes, ms, strict=True)}
         assert lab05_fp8_matmul.wins_from(times, "new", "plain", sizes) == first
-
-
-def test_without_fp8_there_is_nothing_to_time():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(Unavailable, match=r"compute capability 8\.9"):
-        lab05_fp8_matmul.time_products([512])
-
-
-def test_a_frozen_layer_holds_a_byte_a_parameter():
-    x = torch.randn(16, 64)
-    held = {
-        kind: lab05_fp8_matmul.layer_costs(kind, x, 128).metric("bytes_a_parameter")
-        for kind in ("published", "fp8-frozen")
-    }
-    assert held == {"published": 4, "fp8-frozen": 1 + 4 / 64}

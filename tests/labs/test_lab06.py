@@ -38,12 +38,6 @@ def varied():
 # The article's table
 
 
-def test_transformer_engines_checkpointing_is_not_compiled_whole(uniform):
-    """The compiler would pass by all blocks, and the run would be on record as compiled."""
-    run = lab06_anyres.cell(uniform, "compile-whole-fp8-te", 1)
-    assert run.status.startswith("skipped: Transformer Engine")
-
-
 def test_cells_have_tags_and_hold_their_weights_as_their_method_says(uniform):
     cells = [lab06_anyres.cell(uniform, name, 1, steps=1) for name in ("bf16", "qlora", "nf4")]
     assert all(run.ok for run in cells)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -49,16 +47,6 @@ def test_training_sees_what_the_script_makes(name, held, drawn, tmp_path):
     for place, path in enumerate(drawn):
         expected = script.pixels(Image.open(path).convert("RGB"))
         assert torch.equal(dataset[place]["pixel_values"], expected)
-
-
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="this system takes no such advice")
-def test_files_are_dropped_and_read_again(tmp_path):
-    file = tmp_path / "large"
-    file.write_bytes(os.urandom(4 << 20))
-    file.read_bytes()
-    assert image_input.cached_share([file]) == 1
-    image_input.forget([file])
-    assert 0 <= image_input.cached_share([file]) <= 1  # some file systems keep all there is
 
 
 def test_a_form_is_trained_from_in_every_round():

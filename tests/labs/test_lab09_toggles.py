@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from labutils.labs import lab09_toggles as toggles
-from labutils.labs.ladders import distinct_on
 from labutils.recipe import Recipe
 from labutils.training.step import build_optimizer
 from labutils.workloads import open_workload
@@ -30,12 +29,6 @@ def test_timed_algorithms_are_not_those_that_the_base_was_given():
     keys = {(r.precision, r.memory_format, r.tf32 != "nothing") for r in recipes.values()}
     assert timed.cudnn_benchmark and timed.precision == "fp16"
     assert (timed.precision, timed.memory_format, timed.tf32 != "nothing") not in keys
-
-
-def test_a_cpu_is_given_what_it_can_tell_apart():
-    on_cpu = distinct_on("cpu", toggles.switches("tiny"))
-    assert next(iter(on_cpu)) == "base" and {"float32", "bf16", "tf32"}.isdisjoint(on_cpu)
-    assert {"checkpointing", "accumulation", "8-bit optimizer"} <= on_cpu.keys()
 
 
 # ----------------------------------------------------------------------------------------- numbers

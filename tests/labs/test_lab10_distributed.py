@@ -8,9 +8,8 @@ import pytest
 
 from labutils.course.lab import open_lab
 from labutils.labs import lab10_distributed as lab10
-from labutils.profiling.ddp_model import PredictedStep
 from labutils.recipe import Recipe
-from labutils.results.records import REFERENCE, Run, read_runs, summarise
+from labutils.results.records import Run, read_runs, summarise
 from labutils.results.schema1_migration import tags_of
 from labutils.training.launch_worker import Task
 from labutils.training.launcher import Ended
@@ -40,11 +39,6 @@ def test_the_plan_shares_one_global_batch_and_has_its_tags(scale):
     assert strategies == sorted(strategies)  # DDP of all cases, then FSDP
 
 
-@pytest.mark.parametrize(("ranks", "fewer"), [(2, 1), (3, 1), (4, 2), (8, 4), (1, 1)])
-def test_the_most_ranks_that_share_the_batch_go_on(ranks, fewer):
-    assert lab10.fewer_than(ranks) == fewer
-
-
 def timed(name: str, ms: float, ranks: int = 2, **recipe) -> Run:
     samples = {"step_ms": [ms + 0.001 * n for n in range(8)]}
     metrics = {"step_ms": summarise(samples["step_ms"]), "ranks": ranks, "examples_per_s": 8.0}
@@ -68,22 +62,6 @@ def test_a_micro_batch_that_sends_nothing_is_a_no_sync_steps_part():
     (row,) = lab10.beside_others(runs).to_dict("records")
     assert row["beside others, sending nothing, ms"] == pytest.approx(90, abs=0.1)
     assert row["one process alone, ms a micro-batch"] == pytest.approx(80, abs=0.1)
-
-
-def test_efficiency_is_against_n_times_one_process():
-    prediction = PredictedStep(80.0, 10.0, 5.0, 3)
-    run = lab10.with_efficiency(timed("ddp 2", 100), timed("one process", 80, 1), prediction)
-    assert run.metrics["efficiency"] == pytest.approx(0.5)
-    assert run.metrics["predicted_step_ms"] == 85
-    assert "efficiency" not in lab10.with_efficiency(timed("ddp 2", 100), None, None).metrics
-
-
-def test_the_reference_machines_runs_fill_the_tables():
-    runs = [run for run in read_runs(REFERENCE, "10") if run.ok]
-    training = [run for run in runs if run.tags["experiment"] == "training"]
-    assert len(lab10.comparisons(training)) > 5 and len(lab10.beside_others(training)) > 1
-    trials = [run for run in runs if run.tags["experiment"] == "nccl"]
-    assert lab10.slower(trials, "NCCL_P2P_DISABLE=1") > 1
 
 
 def test_what_was_done_before_a_rank_failed_is_kept(monkeypatch, tmp_path):

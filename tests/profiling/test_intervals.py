@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labutils.profiling.intervals import Lookup, difference, overlap, total, union
-from labutils.profiling.utilization import gpu_busy
 
 ENDS = st.integers(0, 40)
 INTERVALS = st.lists(st.tuples(ENDS, ENDS), max_size=12)
@@ -46,7 +45,3 @@ def test_lookup_answers_as_the_plain_functions_do(intervals, moment, other):
     assert found is None or time[found][0] <= moment < time[found][1]
     stretch = (min(moment, other), max(moment, other))
     assert lookup.within(stretch) == overlap(time, union([stretch]))
-
-
-def test_gpu_busy_counts_kernels_side_by_side_once():
-    assert gpu_busy([(0, 2), (1, 3), (5, 6)], wall_ms=8) == 0.5

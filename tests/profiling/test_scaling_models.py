@@ -22,7 +22,6 @@ LINK = Link(2, (1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
 
 def test_workers_are_needed_until_they_keep_up():
     pipeline = Pipeline(read_ms=80, compute_ms=20, cores=16, accumulation=1)
-    assert pipeline.enough_workers == 4
     expected = [100, 80, 40, 80 / 3, 20, 20, 20]
     assert [pipeline.step_ms(n) for n in (0, 1, 2, 3, 4, 8, 12)] == pytest.approx(expected)
     few_cores = Pipeline(read_ms=60, compute_ms=20, cores=2, accumulation=1)

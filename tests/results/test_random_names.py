@@ -52,24 +52,13 @@ def test_the_report_says_the_same(pages, copy, capsys):
     assert said[0] == said[1]
 
 
-def test_the_scoreboard_says_the_same(pages):
-    said = []
-    for page in pages:
-        board = lab11_scoreboard.scoreboard(page.judgements)
-        _, options = lab11_scoreboard.options_at_hand(page.here, page.reference)
-        said.append((board.to_csv(), options.to_csv()))
-    assert said[0] == said[1]
 
 
-def test_the_frames_of_runs_are_the_same(pages):
-    assert to_frame(pages[0].here).equals(to_frame(pages[1].here))
 
 
 @pytest.mark.parametrize(
     ("lab", "table", "tags"),
     [
-        ("06", lab06_anyres.cell_table, {"experiment": "methods"}),
-        ("06", lab06_anyres.loss_table, {"experiment": "loss"}),
         ("07", lab07_qlora.bundle_table, {"texts": "long"}),
         ("07", lab07_qlora.rungs_table, {"experiment": "ladder"}),
         ("09", lab09_toggles.switch_table, {"experiment": "toggles"}),

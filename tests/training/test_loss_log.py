@@ -73,21 +73,6 @@ def test_the_ring_reads_no_loss_between_its_halves():
     assert len(log.losses) == 16
 
 
-def test_the_synchronous_log_reads_twice_a_micro_step(monkeypatch):
-    """As the public script does: before the backward pass, and at the micro-step's end."""
-    reads, item = [], torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: reads.append(1) or item(tensor))
-    log = SynchronousLog(Written(), 1)
-    loss = torch.tensor(2.0)
-    log.micro_step(loss)
-    assert len(reads) == 1
-    log.end_micro_step(loss)
-    assert len(reads) == 2
-    log.end_step()
-    assert len(reads) == 2
-    log.close()
-
-
 @pytest.mark.parametrize(("bad", "at"), [(math.nan, 1), (math.inf, 4), (-math.inf, 11)])
 def test_the_run_stops_with_the_step_named(bad, at):
     losses = [1.0] * 20

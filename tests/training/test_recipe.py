@@ -86,9 +86,3 @@ def test_an_unknown_knob_is_refused_with_the_known_ones():
 def test_knobs_that_contradict_each_other_are_refused(change):
     with pytest.raises(ValueError, match=f"{[*change][-1]}="):
         STOCK.but(**change)
-
-
-def test_the_defaults_are_the_articles():
-    names = ("micro_batch", "accumulation", "rank", "learning_rate", "num_workers")
-    assert [getattr(STOCK, name) for name in names] == [1, 4, 4, 1e-4, 0]
-    assert (STOCK.precision, STOCK.compile, STOCK.driver) == ("fp16", "off", "accelerate")

@@ -15,8 +15,6 @@ from labutils.training import Trainer
 from labutils.training.batches import Batches
 from labutils.training.step import GraphStep
 
-QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def single_thread():
@@ -121,8 +119,3 @@ def test_the_graph_driver_needs_the_fused_optimizer(workload):
         recipe = PLAIN.but(driver="graph", logging="ring-buffer")
         with pytest.raises(ValueError, match="adamw-fused"):
             GraphStep(dataclasses.replace(trainer.driver.context, recipe=recipe))
-
-
-def test_a_knob_that_would_do_nothing_is_refused(workload):
-    with pytest.raises(ValueError, match="shapes='packed' is not for sd15-lora"):
-        Trainer(workload, QUICK.but(shapes="packed"))
