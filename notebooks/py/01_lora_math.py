@@ -573,8 +573,9 @@ lab.show(lab.keep(phases), names, experiment="memory by phase")
 # The first step misleads. Its passes run before AdamW makes its moments. From the second step on the moments stay, so the
 # second step decides. With all weights trained, its passes need three weights' worth and the activations. The update needs
 # five: AdamW's *foreach* form, PyTorch's default on a GPU, computes temporaries for all weights at once. The *fused* form
-# needs four. So `fused=True` lowers the peak only where the activations take less than two weights' worth. With LoRA the
-# peak lies in the passes, and the rank hardly moves it.
+# needs four. So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's
+# take half of one, so there the update decides: five times 3.4 GB. The narrow UNet's take three. With LoRA the peak lies in
+# the passes, and the rank hardly moves it.
 #
 # **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and next to nothing of what grows with the
 # batch. For that there are checkpointing, fused kernels and smaller number formats.
