@@ -495,7 +495,7 @@ for name, model in (("all trained", mlp()), ("LoRA", attach(mlp(), ("0", "2"), 8
 
 # %% [markdown]
 # LoRA keeps slightly more. A's gradient needs the layer's input, exactly as W's does. The nonlinear parts keep theirs,
-# too. Frozen and without an adapter, the two layers would keep half.
+# too. Frozen and without an adapter, the two layers would keep half, to pass a gradient on to layers before them.
 #
 # **Measurement.** The same count on all of Qwen3-8B, on the meta device, with article A3's batch of four texts of 861 tokens.
 # Attention counts as a fused kernel keeps it. The model in fp32 trains under autocast, which keeps copies of the weights
@@ -535,6 +535,9 @@ print(
 )
 
 # %% [markdown]
+# Here LoRA keeps a little less than full training. Its norms are frozen as well, and need no longer keep what only their own
+# gradient takes.
+#
 # So far this was counting. When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
 # narrow one, and read the peak of each phase. On a GPU that is `torch.cuda.reset_peak_memory_stats()` before a phase and
 # `max_memory_allocated()` after it.
@@ -574,7 +577,7 @@ lab.show(lab.keep(phases), names, experiment="memory by phase")
 # second step decides. With all weights trained, its passes need three weights' worth and the activations. The update needs
 # five: AdamW's *foreach* form, PyTorch's default on a GPU, computes temporaries for all weights at once. The *fused* form
 # needs four. So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's
-# take half of one, so there the update decides: five times 3.4 GB. The narrow UNet's take three. With LoRA the peak lies in
+# take half of one, so there the update of *foreach* decides: five times 3.4 GB. The narrow UNet's take three. With LoRA the peak lies in
 # the passes, and the rank hardly moves it.
 #
 # **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and next to nothing of what grows with the
