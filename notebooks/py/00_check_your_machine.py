@@ -39,7 +39,7 @@
 # | `full` | a GPU of 40 GB | 1.5 minutes |
 #
 # You need no network and no model: everything is single operations on random numbers. Without a GPU you measure your
-# CPU. Cells that need a GPU show what they printed on our H200.
+# CPU. Cells that need a GPU say so and are skipped. Where our H200 has run the same cell, you see what it printed.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -153,8 +153,9 @@ with lab.attempt("Timing a GPU by the host's clock"):
         print(f"{way:26} {ms:9.3f} ms, {2 * 8192**3 / ms / 1e9:9,.0f} TFLOP/s")
 
 # %% [markdown]
-# Compare each rate with the data sheet: an H200's dense peak in bf16 is 989 TFLOP/s. The second line lies far above it. It
-# timed the call, and not the product. The first line holds what only a first call does.
+# Compare each rate with the data sheet: an H200's dense peak in bf16 is 989 TFLOP/s. Without synchronising the rate lies
+# far above it: this timed the call, and not the product. The first call takes longer than the others, because it also
+# loads kernels and allocates memory.
 #
 # **Takeaway.** A rate above the data sheet's peak means that the stopwatch is wrong.
 
@@ -165,7 +166,7 @@ with lab.attempt("Timing a GPU by the host's clock"):
 # plain matrix product get?
 #
 # **Your prediction:** the rate of large matrix products here, in TFLOP/s. A GPU is measured in bf16, where an H200's data
-# sheet says 989, or 1,979 "with sparsity". A CPU is measured in fp32, where one laptop core reaches 0.1 at best.
+# sheet says 989, or 1,979 "with sparsity". A CPU is measured in fp32, where one laptop core reaches about 0.1.
 
 # %%
 my_tflops = None  # TFLOP/s
@@ -203,7 +204,7 @@ with lab.attempt("A data sheet to compare with"):
     plots.peaks(plt.gca(), machine, sheet)
 
 # %% [markdown]
-# A data sheet quotes two peaks. The sparse one, dotted, is twice the dense one, solid. It assumes weights of which half are
+# A data sheet quotes two peaks. The sparse one is twice the dense one. It assumes weights of which half are
 # pruned in a fixed pattern. Training has no such weights, so this course compares with the **dense** peak. Article A3
 # prints the sparse figures.
 #
@@ -288,8 +289,8 @@ plots.roofline(plt.gca(), roofs, operations);
 # %% [markdown]
 # Read the picture from the left. SiLU and AdamW do so little arithmetic on each byte that faster matrix units can't help
 # them. Moving fewer bytes would: lab 04 fuses such operations. LoRA's products are the surprise. Their FLOPs are nearly
-# nothing, but their intensity is about their rank, 8. So they wait for memory on an H200, while the projection beside them
-# lies far to the right.
+# nothing, but their intensity is low. In two bytes a number it is about their rank, 8; in fp32 it is half of that. So they
+# wait for memory on an H200, while the projection beside them lies far to the right.
 #
 # A share well below 1 is where time can be gained. Above 1: part of the data came from a cache, or the operation's kernel is
 # better than the probe's.
@@ -297,7 +298,8 @@ plots.roofline(plt.gca(), roofs, operations);
 # **Attention takes about three times its floor on an H200. Why?** The floor counts two products. Attention also takes one
 # exponential for each pair of tokens and head: 537 million at `full`. The paper on FlashAttention-3 gives an H100 3.9 · 10¹²
 # of them a second. So they alone need 0.14 ms, where the products need 0.11. And the usual kernels are made for heads of
-# 32, 64 or 128: a head of 40 is computed as one of 64. Test both reasons: the same FLOPs, with fewer and wider heads.
+# 32, 64 or 128: a head of 40 is computed as one of 64. Test both reasons: the same FLOPs, with fewer and wider heads. The
+# four take turns, so that a machine that slows down slows all of them.
 
 # %%
 my_wide_heads = None  # times faster, 5 heads of 128 against 16 of 40; exponentials: 16 / 5
@@ -305,12 +307,15 @@ lab.predict("attention with wide heads is faster", my_wide_heads, "x")
 
 # %%
 examples, seen = (2, 4096) if device == "cuda" else (1, 512)
-attention = {}
+calls = {}
 for heads, each in ((20, 32), (16, 40), (10, 64), (5, 128)):
     qkv = torch.randn(3, examples, heads, seen, each, device=device).to(half)
-    attention[each] = time_ms(partial(F.scaled_dot_product_attention, *qkv))
-    rate = 4 * examples * heads * seen**2 * each / attention[each] / 1e9
-    print(f"{heads:2} heads of {each:3}: {attention[each]:6.3f} ms, {rate:7.3g} TFLOP/s")
+    calls[each] = partial(F.scaled_dot_product_attention, *qkv)
+turns = [{each: time_ms(call, 5, 1) for each, call in calls.items()} for _ in range(5)]
+attention = {each: median(turn[each] for turn in turns) for each in calls}
+for each, ms in attention.items():
+    rate = 4 * examples * 640 * seen**2 / ms / 1e9  # heads x width is 640 in all four
+    print(f"{640 // each:2} heads of {each:3}: {ms:6.3f} ms, {rate:7.3g} TFLOP/s")
 
 # %% [markdown]
 # The products are the same in all four lines. What differs is the number of exponentials, and how well a head fills its
@@ -398,8 +403,8 @@ lab.keep(machine);
 
 # %% [markdown]
 # The model is tiny, so the GPU never holds up the host: what you time is the host. This is the second constant. Lab 02 counts
-# a real step's kernels and tests the prediction that it makes: **kernels × a module's launch**. Hosts differ, so use
-# your own.
+# a real step's kernels, and predicts the host's time from both: **kernels × a module's launch**. Hosts differ, so use your
+# own.
 #
 # If that is longer than the kernels themselves take, the GPU waits, and the step is **launch-bound**. A faster card won't
 # shorten it. Article A3 found this with a profiler: on a mixture-of-experts model its host was the limit, and the slower

@@ -148,6 +148,18 @@ def test_a_roofline_names_its_points(ax):
     assert_tidy(ax)
 
 
+def test_names_of_a_roofline_find_room_beside_their_neighbours(ax):
+    places = {"Self-attention": (2048, 275), "UNet convolution": (1324, 475), "top": (1365, 780)}
+    places |= {"SiLU": (1, 3.7), "close to top": places["top"]}
+    runs = {
+        name: Run("00", name, metrics={"intensity": at, "flops": rate * 1e9, "alone_ms": 1.0})
+        for name, (at, rate) in places.items()
+    }
+    plots.roofline(ax, {"bf16": Roofline(800, 4000)}, runs)
+    assert_tidy(ax)
+    assert sorted(text.get_text() for text in ax.texts) == sorted(places)
+
+
 def test_peaks_show_the_share_of_the_dense_peak(ax):
     rates = {"bf16": [700.0, 710.0], "fp8": [1400.0, 1410.0], "fp32": [49.0, 50.0]}
     run = Run("00", "machine", samples={f"tflops_{dtype}": each for dtype, each in rates.items()})
