@@ -46,6 +46,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[Interval]], most: int = 6) -
         _draw_lane(ax, place, intervals, fills, end - start)
         layout.fill_legend(ax, fills, beside=1 - (place + 0.6) / (len(rows) + 0.2))
     ax.set(xlim=(start, end), xlabel="ms")
+    ax.label_outer()  # another picture below it, of the same time, names the axis for both
     return ax
 
 
