@@ -2,6 +2,8 @@
 # Solutions of lab 02's exercises, in order. In the lab: lab.solution("02.1")
 
 # %% 02.1
+import gzip
+
 events = json.loads(gzip.decompress(micro_step.path.read_bytes()))["traceEvents"]
 forward = next(event for event in events if event["name"] == "forward")
 launches = [e["ts"] for e in events if "Launch" in e["name"] and e["ph"] == "X"]

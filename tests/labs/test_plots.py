@@ -130,6 +130,20 @@ def test_a_category_looks_the_same_in_every_timeline(ax):
     assert ax.get_xlim() == (0, 8) and {"data", "log", "host"} <= set(texts(ax))
 
 
+def test_what_is_short_can_be_seen_in_a_timeline(ax):
+    plots.timeline(ax, {"host": [(0.0, 900.0, "data"), (900.0, 0.1, "log"), (901.0, 99.0, "clip")]})
+    blocks = [path.get_extents() for drawn in ax.collections for path in drawn.get_paths()]
+    assert max(blocks, key=lambda block: block.height).width == pytest.approx(5)
+
+
+def test_breakdown_of_shares_names_only_what_can_be_seen(ax):
+    plots.breakdown(ax, {"here": {"kernels": 93.3, "copies": 0.1, "launch": 6.6}}, unit="%")
+    said = texts(ax)
+    assert {"93.3", "6.6", "launch"} <= set(said)
+    assert "copies" not in said and "100 %" not in said
+    assert_tidy(ax)
+
+
 def test_breakdown_adds_up(ax):
     parts = {"kernels": 270, "copies": 3, "data": 410, "sync": 22, "launch": 140, "host": 105}
     plots.breakdown(ax, {"here": parts, "H200": {"kernels": 100, "host": 20}})

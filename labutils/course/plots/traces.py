@@ -30,7 +30,8 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[Interval]], most: int = 6) -
     """A static trace: one row a lane ("host", "GPU"), its intervals as blocks.
 
     The `most` categories of a lane that take the longest get a fill of their own; the others share
-    one. The phases of a step, and the kinds of kernels, have the same fill in every picture.
+    one. The phases of a step, and the kinds of kernels, have the same fill in every picture. Blocks
+    of a category too short to be seen stick out of the lane, a little wider than they are.
     Raises `ValueError` where there is nothing to draw.
     """
     rows = {lane: sorted(intervals) for lane, intervals in lanes.items()}
@@ -45,6 +46,7 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[Interval]], most: int = 6) -
         _draw_lane(ax, place, intervals, fills, end - start)
         layout.fill_legend(ax, fills, beside=1 - (place + 0.6) / (len(rows) + 0.2))
     ax.set(xlim=(start, end), xlabel="ms")
+    ax.label_outer()  # another picture below it, of the same time, names the axis for both
     return ax
 
 
@@ -54,6 +56,10 @@ def _draw_lane(
     """The blocks of one lane. Blocks too narrow for a hatch or an edge to be seen get neither."""
     for category, fill in fills.items():
         blocks = [(s, d) for s, d, c in intervals if (c if c in fills else "other") == category]
+        if sum(duration for _, duration in blocks) < span / 100:
+            flags = [(s, max(d, span / 200)) for s, d in blocks]
+            ax.broken_barh(flags, (row - 0.46, 0.92), linewidth=0, facecolor=fill[0], zorder=3)
+            continue
         wide = [block for block in blocks if block[1] > span / 100]
         narrow = [block for block in blocks if block[1] <= span / 100]
         ax.broken_barh(wide, (row - 0.36, 0.72), **layout.look(fill))
@@ -76,29 +82,32 @@ def _category_fills(intervals: Iterable[Interval], most: int) -> dict[str, Fill]
 def breakdown(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str = "ms") -> Axes:
     """Where each ms (or GB, or another `unit`) goes: stacked bars, bar -> part -> value.
 
-    A part keeps its fill in every bar, its number stands in it where it fits, and the total at the
-    end.
+    A part keeps its fill in every bar, and its number stands in it where it fits. The total stands
+    at the end. Shares in % need no total, and those below 0.5 in every bar are left out.
     """
     layout.make_room(ax, len(bars), per_row=0.55)
-    names = dict.fromkeys(name for bar in bars.values() for name in bar)
+    longest = max((sum(bar.values()) for bar in bars.values()), default=0) or 1.0
+    least = 0.5 if unit == "%" else 0.0
+    names = dict.fromkeys(n for bar in bars.values() for n, value in bar.items() if value >= least)
     fills = dict(zip(names, cycle(FILLS), strict=False))
     if names.keys() <= SHARE_FILLS.keys():
         fills = {name: SHARE_FILLS[name] for name in names}
-    longest = max((sum(bar.values()) for bar in bars.values()), default=0) or 1.0
     for row, bar in enumerate(bars.values()):
         left = 0.0
-        for name, value in bar.items():
+        for name in [name for name in bar if name in names]:
+            value = bar[name]
             ax.barh(row, value, 0.66, left=left, **layout.look(fills[name]))
-            if value > 0.07 * longest:
+            if value > 0.06 * longest:
                 look = {
                     "bbox": {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2},
                     "ha": "center",
                 }
                 layout.number(ax, cell(value), left + value / 2, row, dots=0, **look)
             left += value
-        layout.number(ax, f"{cell(left)} {unit}", left, row)
+        if unit != "%":
+            layout.number(ax, f"{cell(left)} {unit}", left, row)
     layout.rows(ax, list(bars))
-    ax.set(xlim=(0, 1.16 * longest), xlabel=unit)
+    ax.set(xlim=(0, (1 if unit == "%" else 1.16) * longest), xlabel=unit)
     layout.fill_legend(ax, fills)
     return ax
 
