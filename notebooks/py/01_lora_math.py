@@ -422,7 +422,7 @@ lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in m
 # %% [markdown]
 # The noise has no direction. In the mean the whole correction arrives, which is why merged models work. But some weights
 # do not come back exactly when the adapter is taken out. Where noise or way back matter, keep the adapter beside the
-# weights. The course's own layer, in `labutils/layers/lora.py`, can do both, and writes PEFT's files.
+# weights. The course's own layer, in `labutils/layers/lora.py`, does so, and writes PEFT's files.
 #
 # Adapters kept beside the weights can be swapped. Train two on one base, each on a correction of its own of rank 4.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +15,9 @@ SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("[0-9][0-9]_*.py"))
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_learners_script_runs_and_checks_itself(script: Path, tmp_path: Path):
-    tree = ast.parse(script.read_text(encoding="utf-8"))
-    imported = {
-        name.name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for name in node.names
-    } | {
-        (node.module or "").partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-    }
-    assert "labutils" not in imported
-    assert any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    text = script.read_text(encoding="utf-8")
+    assert not re.search(r"^\s*(import|from) labutils", text, re.MULTILINE)
+    assert re.search(r"^\s*assert |torch.testing.assert_close", text, re.MULTILINE)
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=tmp_path,
