@@ -64,8 +64,6 @@ def test_a_number_may_be_off_by_its_share(exercise):
         ("07.3", np.int64(11)),
         ("11.2", (torch.tensor(2.0), torch.tensor(2.0))),
         ("10.3", {np.int64(1), np.float32(2), 4}),
-        ("10.3", np.array([4, 2, 1])),
-        ("11.1", " Inconclusive"),
         ("04.2", ["batchnorm"]),
     ],
 )
