@@ -19,7 +19,7 @@ class Rung(NamedTuple):
 
 
 class Ladder:
-    """The recipe that a climb starts from, and the rungs, the plainest first. Iterates over rungs."""
+    """The recipe that a climb starts from, and the rungs in order. Iterates over rungs."""
 
     def __init__(self, start: Recipe, *rungs: Rung) -> None:
         self.start, self.rungs = start, rungs
