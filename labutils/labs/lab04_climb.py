@@ -51,7 +51,7 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
             for name in AHEAD:
                 pool.submit(try_isolated, bench.workload, recipes[name], 1)
         bench.prepare(recipes)
-    why = "skipped: on a CPU this rung is no different from one below it"
+    why = "skipped: on a CPU this rung is no different from one above it"
     runs = {name: Run("04", name, status=why, tags=tags[name]) for name in tags}
     runs |= bench.compare(recipes, max(1, 4 // rounds), rounds, tags)  # 4 samples or more
     for name in WATCHED:

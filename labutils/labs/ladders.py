@@ -10,7 +10,7 @@ from labutils.results.records import LANES, Run
 
 
 class Rung(NamedTuple):
-    """One step of a ladder: what it changes of the rung below, in which lane, and why one would."""
+    """One step of a ladder: what it changes of the rung above, in which lane, and why one would."""
 
     name: str
     lane: str
@@ -19,7 +19,7 @@ class Rung(NamedTuple):
 
 
 class Ladder:
-    """The recipe that a climb starts from, and the rungs, from the lowest. Iterates over rungs."""
+    """The recipe that a climb starts from, and the rungs in order. Iterates over rungs."""
 
     def __init__(self, start: Recipe, *rungs: Rung) -> None:
         self.start, self.rungs = start, rungs
@@ -32,7 +32,7 @@ class Ladder:
         return {rung.name: {"experiment": "ladder", "rung": rung.name} for rung in self.rungs}
 
     def plus(self, *rungs: Rung) -> Ladder:
-        """The same ladder with `rungs` on top."""
+        """The same ladder with `rungs` after its own."""
         return Ladder(self.start, *self.rungs, *rungs)
 
 
@@ -61,7 +61,7 @@ A1_LADDER = Ladder(
     Rung("merged batch", MATHEMATICS, MERGED, "the mean loss has the mean gradient"),
     Rung("folded LoRA", MATHEMATICS, {"adapter": "folded"}, "W + BA once, one projection"),
 )
-"""From article A1's starting point to as far as we get; each rung keeps the changes of those below
+"""From article A1's starting point to as far as we get; each rung keeps the changes of those above
 it.
 """
 
@@ -109,7 +109,7 @@ A2_LADDER = Ladder(
     ),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those
-below it.
+above it.
 """
 
 
@@ -165,11 +165,11 @@ A3_LADDER = Ladder(
     ),
     Rung("whole-step graph", MATHEMATICS, {"driver": "graph"}, "one shape: a launch a step"),
 )
-"""From article A3's LoRA run on; each rung keeps the changes of those below it."""
+"""From article A3's LoRA run on; each rung keeps the changes of those above it."""
 
 
 def climb(ladder: Ladder) -> dict[str, Recipe]:
-    """Rung's name -> recipe, each rung's changes on top of the one below."""
+    """Rung's name -> recipe, each rung adds its changes to the one above."""
     recipe, recipes = ladder.start, {}
     for rung in ladder:
         recipe = recipes[rung.name] = recipe.but(**rung.changes)
@@ -177,7 +177,7 @@ def climb(ladder: Ladder) -> dict[str, Recipe]:
 
 
 def distinct_on(device: str, recipes: Mapping[str, Recipe]) -> dict[str, Recipe]:
-    """Those of a ladder's `recipes` that a `device` can tell from every rung below, in order."""
+    """Those of a ladder's `recipes` that a `device` can tell from every rung above, in order."""
     distinct: dict[Recipe, str] = {}
     for name, recipe in recipes.items():
         distinct.setdefault(recipe.fitted_to(device), name)
@@ -192,7 +192,7 @@ def rung_rows(ladder: Ladder, climbable: Mapping[str, Recipe]) -> list[tuple[Any
             rung.lane,
             ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items()) or None,
             rung.why,
-            None if rung.name in climbable else "no different on a CPU",
+            None if rung.name in climbable else "on a CPU no different from one above",
         )
         for rung in ladder
     ]

@@ -37,6 +37,7 @@ whole_step()  # warms up
 graph = capture(whole_step)
 
 
+@patch.object(nn.Linear, "forward", no_layer)
 def replayed_solution(images, targets):
     my_images.copy_(images), my_targets.copy_(targets)
     graph.replay()
