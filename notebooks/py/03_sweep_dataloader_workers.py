@@ -208,8 +208,8 @@ for workers in (0, 1, 2):
 assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w in range(13))
 
 # %% [markdown]
-# A measured time above the formula has two causes. Workers slow each other down, and taking a ready batch costs milliseconds,
-# too.
+# A measured time above the formula has three causes. Workers slow each other down. Other programs use the same cores. Taking a
+# ready batch costs milliseconds, too.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.

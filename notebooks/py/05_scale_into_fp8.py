@@ -428,9 +428,9 @@ plt.show()
 lab.verdict("A2.fp8.rate")
 
 # %% [markdown]
-# The measured curves cross 1 later than the formula says. At 1,024 the FP8 product alone took 6.9 µs on the H200, BF16 6.2. So
-# small a product does not fill the GPU, and quantising costs 2.8 µs more. The formula is a lower bound. Eager quantising takes
-# several kernels, each of which goes over all of $x$. Compiled, it is one.
+# With quantising, the measured curves cross 1 later than the formula says. At 1,024 the FP8 product alone took 6.9 µs on the
+# H200, BF16 6.2. So small a product does not fill the GPU, and quantising costs 2.8 µs more. The formula's width is a lower
+# bound. Eager quantising takes several kernels, each of which goes over all of $x$. Compiled, it is one.
 #
 # **Takeaway.** Only the tensor core is twice as fast. By bytes alone FP8 needs a thousand outputs. Square products on the H200
 # won from 2,048 on.
@@ -494,9 +494,9 @@ lab.keep(Run("05", "frozen-accuracy", tags={"experiment": "frozen-accuracy"}, me
 print(f"y is {accuracy['forward_error']:.1%} off, dX {accuracy['gradient_error']:.1%}.")
 
 # %% [markdown]
-# **Measurement.** The same layer beside a plain BF16 layer, *published* in the table, and Transformer Engine's. Bytes for each parameter at rest,
-# and *running*, with what is kept between forward and backward; the milliseconds of both passes. A library's *workspace* is
-# allocated once for all layers and stands apart.
+# **Measurement.** The same layer beside Transformer Engine's and a plain one, *published* in the table: BF16, on a CPU float32.
+# Bytes for each parameter at rest, and *running*, with what is kept between forward and backward; the milliseconds of both
+# passes. A library's *workspace* is allocated once for all layers and stands apart.
 
 # %%
 few, dtype = (4096, torch.bfloat16) if on_gpu else (64, torch.float32)
@@ -643,8 +643,8 @@ for name, build in models.items():
 # %% [markdown]
 # In FP8 the number of scales hardly matters: 3.7 % nearly everywhere, since each number brings its own exponent. INT8 has one
 # step size for a tensor: better than FP8 on even tensors, worse on outliers. *o_proj* and *lm_head* saw no planted outlier.
-# *down_proj* has some of its own: its input is a product of two activations. That rows look better with outliers is our doing: the outlier is each row's maximum, which 448 holds
-# exactly.
+# *down_proj* has some of its own: its input is a product of two activations. That rows look better with outliers is our doing:
+# the outlier is each row's maximum, which 448 holds exactly.
 #
 # From which size of outlier on is INT8 worse? One layer, three of 1,024 channels made larger:
 
@@ -708,9 +708,9 @@ print(f"NVFP4: {4 + 8 / 16} bits a number, {off(nvfp4(x), x):.1%} off")
 
 # %% [markdown]
 # The scales lie *along* the summed dimension, and the tensor core applies them as it adds. Section 6's detour, scales folded
-# into $\mathrm dY$, is not needed. But a transposed matrix has other blocks. Even a frozen weight then needs two copies,
-# one each way, or a new quantisation in each backward pass. FP4 doubles the rate again (3,511 against 1,756 TFLOP/s in article A3's data sheet, both with sparsity), and $n^*$ changes
-# with it. Nobody here has measured a Blackwell card.
+# into $\mathrm dY$, is not needed. But a transposed matrix has other blocks. Even a frozen weight then needs two copies, one
+# each way, or a new quantisation in each backward pass. FP4 doubles the rate again (3,511 against 1,756 TFLOP/s in article A3's
+# data sheet, both with sparsity), and $n^*$ changes with it. Nobody here has measured a Blackwell card.
 #
 # **Takeaway.** A block's scale costs a quarter to half a bit a number. Four bits cost about four times the error of eight.
 
