@@ -324,18 +324,20 @@ def equals(claim: Claim, runs: Runs) -> Judgement:
 
 def fails(claim: Claim, runs: Runs) -> Judgement:
     """The run fails with one of `words` in its message; another failure says nothing. A `control`
-    run, without the cause that is blamed, must not fail.
+    run, without the cause that is blamed, must not fail; `cure` says that it is the claim's cure.
     """
     message = _failure(_run(claim, runs))
-    controlled = "control" in claim.runs
+    controlled, cure = "control" in claim.runs, claim.how.get("cure")
     if message is None:
         return Judgement(claim, INCONCLUSIVE if controlled else REFUTED, "no failure")
     first = (message.strip().splitlines() or [""])[0][:160]
     if not any(word.lower() in message.lower() for word in claim.how.get("words", [""])):
         return Judgement(claim, INCONCLUSIVE, "fails otherwise", first)
     if controlled and _failure(_run(claim, runs, "control")) is not None:
-        return Judgement(claim, REFUTED, "fails without the cause too", first)
-    return Judgement(claim, CONFIRMED, "fails only with it" if controlled else "fails", first)
+        here = "not cured" if cure else "fails without the cause too"
+        return Judgement(claim, REFUTED, here, first)
+    here = "cured" if cure else "fails only with it" if controlled else "fails"
+    return Judgement(claim, CONFIRMED, here, first)
 
 
 def _failure(run: Run) -> str | None:

@@ -80,7 +80,7 @@ def test_sweep_draws_measured_published_model_and_failures(ax):
     runs = [*(timed("", ms) for ms in (950, 700, 625, 640)), FAILED]
     published = {0: 1160, 3: 564, 8: 712, 12: None}
     plots.sweep(ax, x, runs, published, model={0: 930, 12: 600}, xlabel="workers")
-    assert {"failed (here)", "failed (article)", "article", "model", "workers"} <= set(texts(ax))
+    assert {"failed (here)", "failed (article)", "article", "formula", "workers"} <= set(texts(ax))
     measured = next(line for line in ax.lines if line.get_label().startswith("measured"))
     assert dict(zip(*measured.get_data(), strict=True)) == {0: 950, 1: 700, 3: 625, 8: 640}
     assert_tidy(ax)

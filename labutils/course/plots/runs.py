@@ -80,7 +80,7 @@ def sweep(
         ax.plot(*layout.xy(points), "s--", **look)
     if model:
         ax.plot(
-            *layout.xy(model), "-", color=AMBER, linewidth=5, alpha=0.8, label="model", zorder=1
+            *layout.xy(model), "-", color=AMBER, linewidth=5, alpha=0.8, label="formula", zorder=1
         )
     if measured:
         low, median, high = zip(*measured.values(), strict=True)

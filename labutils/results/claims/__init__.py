@@ -22,7 +22,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "ratio": ("metric", "form", "direction", "tolerance", "at_least", "over"),
     "range": ("metrics", "min", "max"),
     "equals": ("metrics", "values", "tolerance", "absent"),
-    "fails": ("words",),
+    "fails": ("words", "cure"),
     "contains": ("metric", "items"),
     "predicts": ("readings", "assumption", "min", "max", "margin", "fastest"),
     "advice": ("metric", "direction"),
