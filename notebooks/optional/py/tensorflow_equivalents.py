@@ -139,7 +139,7 @@ with lab.attempt("TensorFlow's input pipeline"):
     fig, ax = plt.subplots()
     plots.steps(ax, runs)
     plt.show()
-lab.runs_table(runs.values(), columns, experiment="tensorflow")
+lab.show(runs.values(), columns, experiment="tensorflow")
 lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
 # %% [markdown]
 # `AUTOTUNE` chooses the number of threads and the length of the queue while the pipeline runs.
