@@ -160,7 +160,8 @@ def plan_together(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) ->
         for suffix, recipe, tags, options in changes:
             plan.append(case.task(f"ddp {ranks}{suffix}", recipe, ddp | tags, **options))
         if sd or not tiny:
-            sharded.append(case.task(f"fsdp {ranks}", shared.but(parallel="fsdp"), fsdp, **traced))
+            how = timed if tiny else traced
+            sharded.append(case.task(f"fsdp {ranks}", shared.but(parallel="fsdp"), fsdp, **how))
     return plan + sharded
 
 
