@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labutils.course.plots.palette import DARK, INK, PAPER, Fill
+from labutils.course.tables import heading
 from labutils.results.records import Run
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ def status(run: Run) -> str:
 
 def axis_label(metric: str) -> str:
     """An axis label for a metric in milliseconds."""
-    default = f"{metric.removesuffix('_ms').replace('_', ' ')}, ms"
-    return AXIS_LABELS.get(metric, default)
+    return AXIS_LABELS.get(metric) or heading(metric)
 
 
 def xy(points: Mapping[float, float]) -> tuple[list[float], list[float]]:
