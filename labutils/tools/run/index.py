@@ -35,7 +35,7 @@ def write(
         text = _as_markdown(folder, executed, outcomes)
         page = as_html(text, MARKDOWN, f"Results: {folder.name}", "Executed notebooks")
         file.write_text(page, encoding="utf-8")
-    except (OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         say(f"No {short(file)}: {error}")
         return None
     return file
