@@ -67,7 +67,7 @@ course: install
 	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
 	  $(LABUTILS) report --results $(RESULTS) > $(RESULTS)/scoreboard.txt; echo; tail -n 4 $(RESULTS)/scoreboard.txt; echo; \
 	  echo "Every claim and its verdict: $(RESULTS)/scoreboard.txt; with pictures, predictions and what to try next:"; \
-	  echo "$(RESULTS)/notebooks/11_scoreboard.ipynb. All executed labs, to read in a browser: $(RESULTS)/index.html"; \
+	  echo "$(RESULTS)/notebooks/12_scoreboard.ipynb. All executed labs, to read in a browser: $(RESULTS)/index.html"; \
 	  echo "Read and change the labs yourself: make lab"; }; \
 	exit $$status
 

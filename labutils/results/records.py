@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from labutils.recipe import Unavailable
-from labutils.results.schema1_migration import Tag, tags_of
+from labutils.results.schema1_migration import RENUMBERED, Tag, tags_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -395,6 +395,8 @@ def _record_of(line: str) -> dict[str, Any] | str:
     lab, run = record.get("lab"), record.get("run")
     if not record.get("tags") and isinstance(lab, str) and isinstance(run, str) and lab:
         record["tags"] = tags_of(lab, run)
+    if record.get("schema") == 1 and isinstance(lab, str):
+        record["lab"] = RENUMBERED.get(lab, lab)
     return _unsound(record) or record
 
 

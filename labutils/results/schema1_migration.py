@@ -101,6 +101,9 @@ WORDS = {
 }
 """Tag -> what stands in a name -> the tag's value."""
 
+RENUMBERED = {"10": "11", "11": "12"}
+"""A lab's number in schema 1 -> its number today."""
+
 
 def tags_of(lab: str, name: str) -> dict[str, Tag]:
     """The tags of the run that `lab` named so; a name that no pattern fits is the experiment."""

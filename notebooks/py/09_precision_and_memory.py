@@ -1001,7 +1001,7 @@ saved = [row["measured"] for row in rows if row["per"] == "step" and ablations.i
 #
 # **Question.** What became of each piece of the article's advice?
 #
-# Advice on several GPUs is judged by lab 10's runs, advice on TensorFlow by the optional page in `notebooks/optional`.
+# Advice on several GPUs is judged by lab 11's runs, advice on TensorFlow by the optional page in `notebooks/optional`.
 # Some advice can't be tested by any machine of this course; then the table says why.
 
 # %%

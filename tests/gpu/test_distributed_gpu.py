@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.labs import lab10_distributed
+from labutils.labs import lab11_distributed
 from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import SIZES, Link
 from labutils.recipe import Unavailable
@@ -20,8 +20,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(600),
 ]
-SD = lab10_distributed.SD_RECIPE.but(accumulation=2, micro_batch=4)
-QWEN = lab10_distributed.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
+SD = lab11_distributed.SD_RECIPE.but(accumulation=2, micro_batch=4)
+QWEN = lab11_distributed.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
 
 
 def case(name: str, workload: str, recipe, **changes) -> Task:
@@ -34,7 +34,7 @@ def case(name: str, workload: str, recipe, **changes) -> Task:
 @pytest.fixture(scope="module")
 def measured() -> Ended:
     whole = {"adapter": "none"}
-    qwen_whole = lab10_distributed.QWEN_FULL_RECIPE.but(accumulation=2, micro_batch=1)
+    qwen_whole = lab11_distributed.QWEN_FULL_RECIPE.but(accumulation=2, micro_batch=1)
     tasks = [
         Task("all-reduce", "all-reduce", sizes=SIZES),
         case("share", "sd15-lora", SD, accumulation=1, alone=True),
@@ -112,10 +112,10 @@ def test_a_step_is_foretold(name, share, measured):
 
 def test_nccl_s_variables_are_taken():
     settings = ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"})
-    usual, other = trials = [lab10_distributed.nccl_trial(2, each) for each in settings]
+    usual, other = trials = [lab11_distributed.nccl_trial(2, each) for each in settings]
     assert usual.ok and other.ok
     assert usual.metrics["transport"] != other.metrics["transport"]
-    assert lab10_distributed.slower(trials, "NCCL_P2P_DISABLE=1") > 1
+    assert lab11_distributed.slower(trials, "NCCL_P2P_DISABLE=1") > 1
 
 
 @pytest.mark.parametrize(("parallel", "fail"), [("ddp", "kill"), ("fsdp", "raise")])

@@ -371,11 +371,11 @@ def test_choices_are_offered_where_somebody_can_choose(monkeypatch):
         drawn.append((article, power))
 
     choices = {"article": ["all", "A1"], "power": range(-2, 3)}
-    assert not open_lab("11", notebook()).choose(draw, choices)  # a script
+    assert not open_lab("12", notebook()).choose(draw, choices)  # a script
     monkeypatch.setattr(course, "_in_kernel", lambda: True)
     monkeypatch.setattr(course.Lab, "show", lambda *_: None)
     batch = notebook(cells=("# Parameters\nscale = 'tiny'\n",))
-    assert not open_lab("11", batch).choose(draw, choices)
+    assert not open_lab("12", batch).choose(draw, choices)
     assert drawn == []
-    assert open_lab("11", notebook()).choose(draw, choices)
+    assert open_lab("12", notebook()).choose(draw, choices)
     assert drawn == [("all", -2)]

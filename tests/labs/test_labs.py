@@ -105,7 +105,7 @@ def test_papermill_alone_runs_a_lab_from_another_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LABUTILS_RESULTS")
     (tmp_path / "some.yaml").write_text("scale: tiny\nresults_dir: mine\n")
-    lab = str(next(path for path in LABS if path.stem.startswith("11")))
+    lab = str(next(path for path in LABS if path.stem.startswith("12")))
     words = ["--no-progress-bar", lab, "out.ipynb", "-f", "some.yaml", "-p", "article", "A1"]
     done = subprocess.run(
         [sys.executable, "-m", "papermill", *words],

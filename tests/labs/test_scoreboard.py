@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from labutils.labs import lab11_scoreboard as scoreboard
+from labutils.labs import lab12_scoreboard as scoreboard
 from labutils.labs.lab06_advisor import published
 from labutils.results import claims
 from labutils.results.judges import (

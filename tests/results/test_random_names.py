@@ -12,8 +12,8 @@ from labutils.labs import (
     lab06_anyres,
     lab07_qlora,
     lab09_toggles,
-    lab10_distributed,
-    lab11_scoreboard,
+    lab11_distributed,
+    lab12_scoreboard,
 )
 from labutils.results import report
 from labutils.results.records import REFERENCE, read_records, to_frame
@@ -62,7 +62,7 @@ def test_the_report_says_the_same(pages, copy, capsys):
         ("07", lab07_qlora.bundle_table, {"texts": "long"}),
         ("07", lab07_qlora.rungs_table, {"experiment": "ladder"}),
         ("09", lab09_toggles.switch_table, {"experiment": "toggles"}),
-        ("10", lab10_distributed.comparisons, {"experiment": "training"}),
+        ("11", lab11_distributed.comparisons, {"experiment": "training"}),
     ],
 )
 def test_tables_of_labs_say_the_same(pages, lab, table, tags):

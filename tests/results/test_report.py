@@ -117,8 +117,8 @@ def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, 
 
 def test_a_lab_that_sums_up_reads_what_is_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "REPOSITORY", tmp_path)
-    together = write(tmp_path / "together", rung("stock", 1), Run("11", "scoreboard"))
-    assert report.files_beside(together, "11") == [together / "results.jsonl"]
+    together = write(tmp_path / "together", rung("stock", 1), Run("12", "scoreboard"))
+    assert report.files_beside(together, "12") == [together / "results.jsonl"]
     other = write(tmp_path / "results" / "other", rung("stock", 1)) / "results.jsonl"
-    alone = write(tmp_path / "results" / "alone", Run("11", "scoreboard"))
-    assert report.files_beside(alone, "11") == [other]
+    alone = write(tmp_path / "results" / "alone", Run("12", "scoreboard"))
+    assert report.files_beside(alone, "12") == [other]

@@ -130,7 +130,7 @@ def test_a_lab_is_done_until_its_code_or_its_parameters_change(notebook, tmp_pat
     assert not batch.is_done(lab, {"steps": 4}, output)
     assert batch.is_done(lab, {"steps": 4}, stamped("done"))
     assert not batch.is_done(lab, {"steps": 5}, output)
-    assert not batch.is_done(dataclasses.replace(lab, number="11"), {"steps": 4}, output)
+    assert not batch.is_done(dataclasses.replace(lab, number="12"), {"steps": 4}, output)
     written = nbformat.read(path, as_version=4)
     for cell, same in ((1, True), (-1, False)):  # prose, then code
         written.cells[cell].source += "\n# more"
@@ -191,5 +191,5 @@ def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder, limit
 def test_lab_11_sums_up_and_runs_last(run, monkeypatch):
     order = []
     monkeypatch.setattr(batch, "is_done", lambda lab, *_: order.append(lab.number) or True)
-    assert run("11", "10", "00")[0] == 0
-    assert order == ["10", "00", "11"]
+    assert run("12", "11", "00")[0] == 0
+    assert order == ["11", "00", "12"]

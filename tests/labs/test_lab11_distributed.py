@@ -1,4 +1,4 @@
-"""Lab 10's plan of launches, and what is made of its runs."""
+"""Lab 11's plan of launches, and what is made of its runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from labutils.course.lab import open_lab
-from labutils.labs import lab10_distributed as lab10
+from labutils.labs import lab11_distributed as lab10
 from labutils.recipe import Recipe
 from labutils.results.records import Run, read_runs, summarise
 from labutils.results.schema1_migration import tags_of
@@ -42,7 +42,7 @@ def test_the_plan_shares_one_global_batch_and_has_its_tags(scale):
 def timed(name: str, ms: float, ranks: int = 2, **recipe) -> Run:
     samples = {"step_ms": [ms + 0.001 * n for n in range(8)]}
     metrics = {"step_ms": summarise(samples["step_ms"]), "ranks": ranks, "examples_per_s": 8.0}
-    run = Run("10", name, workload="sd15-lora", metrics=metrics, samples=samples)
+    run = Run("11", name, workload="sd15-lora", metrics=metrics, samples=samples)
     run.tags, run.recipe = tags_of("10", name), recipe
     return run
 
@@ -77,14 +77,14 @@ def test_what_was_done_before_a_rank_failed_is_kept(monkeypatch, tmp_path):
             if task.name in failing:
                 return Ended(runs, f"Rank 1 failed in {task.name}")
             told = {"recipe": task.recipe, "tags": task.tags}
-            runs[task.name] = Run("10", task.name, workload="sd15-lora", **told)
+            runs[task.name] = Run("11", task.name, workload="sd15-lora", **told)
             each(runs[task.name])
         return Ended(runs)
 
     def measured() -> list[str]:
         given = {"__annotations__": {"results_dir": str}, "results_dir": str(tmp_path)}
         runs: list[Run] = []
-        lab10.measured(open_lab("10", given), plan, 2, "cpu", runs)
+        lab10.measured(open_lab("11", given), plan, 2, "cpu", runs)
         return sorted(run.run for run in runs)
 
     monkeypatch.setattr(lab10, "launch", launched)

@@ -1,4 +1,4 @@
-"""What lab 11 asks of all results together: which claims, how far off, what to do next.
+"""What lab 12 asks of all results together: which claims, how far off, what to do next.
 
 It works with whatever there is: no run at all, runs of several machines, files edited by hand.
 """

@@ -16,7 +16,7 @@
 # ---
 
 # %% [markdown]
-# # Lab 10 · Many GPUs
+# # Lab 11 · Many GPUs
 #
 # Article A4 gives distributed training a paragraph, without a number: use NCCL, a fast network, some environment
 # variables, a Docker command, ZeRO or FSDP (two ways to divide a model's memory among GPUs: section 2 explains FSDP;
@@ -57,7 +57,7 @@ steps: int = 0  # timed steps of a run; 0: 4 at tiny, 10 at larger scales
 # %%
 from labutils.course.lab import open_lab
 
-lab = open_lab("10", globals())
+lab = open_lab("11", globals())
 
 # %%
 import time
@@ -68,7 +68,7 @@ import pandas as pd
 import torch
 
 from labutils.course import plots
-from labutils.labs import lab10_distributed
+from labutils.labs import lab11_distributed
 from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import Link
 from labutils.recipe import Unavailable
@@ -81,7 +81,7 @@ plots.use_style()
 tiny = lab.scale == "tiny"
 count = ranks or max(2, cuda.count())
 timed = steps or (4 if tiny else 10)
-cases = lab10_distributed.cases(lab)
+cases = lab11_distributed.cases(lab)
 if tiny:  # where starting the processes takes longest
     cases = cases[:2]
 alone: list[Run] = []  # what one process does
@@ -140,9 +140,9 @@ lab.predict("bus bandwidth of a large all-reduce", my_bandwidth, "GB/s")
 
 # %%
 with lab.attempt("Several ranks on this machine", experiment="all-reduce"):
-    device = lab10_distributed.device_for(lab)
-    plan = lab10_distributed.plan_alone(cases, count, timed, tiny)
-    lab10_distributed.measured(lab, plan, count, device, into=alone)
+    device = lab11_distributed.device_for(lab)
+    plan = lab11_distributed.plan_alone(cases, count, timed, tiny)
+    lab11_distributed.measured(lab, plan, count, device, into=alone)
     print(f"{count} ranks on {device}. Each of them was given:")
     print(*(f"{name}={value}" for name, value in rank_variables(count, device).items()))
 
@@ -188,7 +188,7 @@ def topology_table(runs: list[Run]) -> pd.DataFrame:
 
 connected: list[Run] = []
 with lab.attempt("What connects the GPUs"):
-    connected = [lab.measured("topology", None, lab10_distributed.topology)]
+    connected = [lab.measured("topology", None, lab11_distributed.topology)]
 lab.show(connected, topology_table, experiment="topology")
 lab.verdict("A4.diagnosis.topology");
 
@@ -251,9 +251,9 @@ with lab.attempt("The model's predictions", experiment="predictions"):
     link = Link.of(link_run().samples, count)
     for case in cases:
         if one := one_process(case):
-            predicted |= lab10_distributed.predictions(case, one, link)
+            predicted |= lab11_distributed.predictions(case, one, link)
     steps_predicted = {name: found.step_ms for name, found in predicted.items()}
-    lab.keep(Run("10", "predictions", metrics=steps_predicted, tags={"experiment": "predictions"}))
+    lab.keep(Run("12", "predictions", metrics=steps_predicted, tags={"experiment": "predictions"}))
     lab.table(
         (
             "run",
@@ -305,14 +305,14 @@ def judge(run: Run) -> Run:
     one = next(
         (one_process(c) for c in cases if (c.tags["workload"], c.tags["trained"]) == tags), None
     )
-    return lab10_distributed.with_efficiency(run, one, predicted.get(run.run))
+    return lab11_distributed.with_efficiency(run, one, predicted.get(run.run))
 
 
 with lab.attempt("Training on several ranks", **of_ddp(cases[0])):
-    device = lab10_distributed.device_for(lab)
+    device = lab11_distributed.device_for(lab)
     need(alone)
-    plan = lab10_distributed.plan_together(cases, count, timed, tiny)
-    lab10_distributed.measured(lab, plan, count, device, together, judge)
+    plan = lab11_distributed.plan_together(cases, count, timed, tiny)
+    lab11_distributed.measured(lab, plan, count, device, together, judge)
 
 # %%
 unbroken = cases[0].run(alone, "one process", ranks=1, same_batch=True)
@@ -324,7 +324,7 @@ with lab.attempt("The same losses", experiment="losses"):
     )
     off = max(abs(a - b) / abs(b) for a, b in zip(many, one, strict=False))
     metrics = {"largest_difference": off}
-    losses = [lab.keep(Run("10", "losses", metrics=metrics, tags={"experiment": "losses"}))]
+    losses = [lab.keep(Run("12", "losses", metrics=metrics, tags={"experiment": "losses"}))]
     in_full = [[f"{loss:.7f}" for loss in losses[:4]] for losses in (one, many)]
     lab.table(
         ("loss in step", *range(1, 5)),
@@ -401,7 +401,7 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun", "A4.memory.fsdp", "A4.memo
 # company.
 
 # %%
-lab.show([*alone, *together], lab10_distributed.beside_others, experiment="training")
+lab.show([*alone, *together], lab11_distributed.beside_others, experiment="training")
 
 # %% [markdown]
 # On our two H200s the small Qwen3's unsent micro-batches take a third longer beside another rank, and those of Qwen3's LoRA
@@ -449,7 +449,7 @@ with lab.attempt("A step's picture", **of_ddp(cases[1])):
     fig, ax = plt.subplots()
     plots.beside(ax, traced)
     plt.show()
-lab.show(together, lab10_distributed.comparisons, experiment="training")
+lab.show(together, lab11_distributed.comparisons, experiment="training")
 
 # %% [markdown]
 # - **`no_sync`.** A step of several micro-batches needs the sum of their gradients only once, at the end. By default DDP
@@ -518,7 +518,7 @@ with lab.attempt("Other networks", experiment="networks"):
         for title, at in needed.items()
         for name, rate in networks.items()
     }
-    lab.keep(Run("10", "networks", metrics=metrics, tags={"experiment": "networks"}))
+    lab.keep(Run("12", "networks", metrics=metrics, tags={"experiment": "networks"}))
 lab.verdict("A4.network.rdma", "A4.network.ethernet");
 
 # %% [markdown]
@@ -558,13 +558,13 @@ settings = (
 )
 trials: list[Run] = []
 with lab.attempt("NCCL's variables"):
-    if lab10_distributed.device_for(lab) != "cuda":
+    if lab11_distributed.device_for(lab) != "cuda":
         raise Unavailable(
             "NCCL is for GPUs, and gloo, which stands in for it here, knows none of these variables"
         )
     for each in settings:
         name = "nccl " + " ".join(f"{variable}={value}" for variable, value in each.items())
-        trial = partial(lab10_distributed.nccl_trial, count, each)
+        trial = partial(lab11_distributed.nccl_trial, count, each)
         trials.append(lab.measured(name, None, trial))
 
 # %%
@@ -652,11 +652,11 @@ lab.predict("steps that the checkpoint holds", my_step, "steps")
 # %%
 crashed: dict[str, Run] = {}
 with lab.attempt("A rank that is killed", experiment="crash", event="rank killed"):
-    device = lab10_distributed.device_for(lab)
+    device = lab11_distributed.device_for(lab)
     recipes = {"rank killed": None} | ({} if tiny else {"rank raises": None})
     recipes["resumed on fewer ranks"] = cases[0].for_ranks(count)
     crashed = lab.measured_together(
-        recipes, partial(lab10_distributed.crashes, cases[0], count, device, list(recipes))
+        recipes, partial(lab11_distributed.crashes, cases[0], count, device, list(recipes))
     )
     print(crashed["rank killed"].metrics["message"])
 
@@ -718,7 +718,7 @@ with lab.attempt("Going on with fewer ranks", experiment="crash", event="resumed
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("10.1")` shows how the first can be solved.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("11.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, faster_than
@@ -813,7 +813,7 @@ lab.done(
         "bus bandwidth of a large all-reduce": metric_of(link_run(), "bus_gb_per_s"),
         "efficiency of DDP for LoRA": metric_of(lora, "efficiency", 100),
         "exposed communication, all weights": metric_of(whole, "exposed_communication_share", 100),
-        "64 MiB without P2P, slower by": lab10_distributed.slower(trials, "NCCL_P2P_DISABLE=1"),
+        "64 MiB without P2P, slower by": lab11_distributed.slower(trials, "NCCL_P2P_DISABLE=1"),
         "steps that the checkpoint holds": metric_of(crashed.get("rank killed"), "checkpoint_step"),
     }
 )

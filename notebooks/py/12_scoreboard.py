@@ -16,7 +16,7 @@
 # ---
 
 # %% [markdown]
-# # Lab 11 · Scoreboard
+# # Lab 12 · Scoreboard
 #
 # What became of everything that the four articles claim? This lab trains nothing. It reads the results of the other labs,
 # judges every claim by them, and draws conclusions: which method suits this machine, what you tend to misjudge, and what
@@ -50,7 +50,7 @@ planned_steps: int = 1000  # optimizer steps to choose a method for
 # %%
 from labutils.course.lab import open_lab
 
-lab = open_lab("11", globals())
+lab = open_lab("12", globals())
 
 # %%
 from pathlib import Path
@@ -59,7 +59,7 @@ import matplotlib.pyplot as plt
 
 from labutils.course import plots, predictions
 from labutils.course.tables import verdict_table
-from labutils.labs import lab11_scoreboard
+from labutils.labs import lab12_scoreboard
 from labutils.results import claims, report
 from labutils.results.judges import CONFIRMED, NOT_TESTABLE, REFUTED
 from labutils.results.records import REFERENCE, REPOSITORY, Run
@@ -81,8 +81,8 @@ titles = {one.number: one.title for one in run.find() if one.number != lab.numbe
 place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the checkout
 files = report.result_files(place) if read else report.files_beside(lab.results_dir, lab.number)
 page = report.read_page(files, REFERENCE)
-board = lab11_scoreboard.scoreboard(page.judgements)
-lab.table(lab11_scoreboard.on_record(page.here, page.labs_done, titles))
+board = lab12_scoreboard.scoreboard(page.judgements)
+lab.table(lab12_scoreboard.on_record(page.here, page.labs_done, titles))
 print(
     "Read:",
     ", ".join(f"{path.parent.name}/{path.name}" for path in page.files)
@@ -139,7 +139,7 @@ plots.verdicts(ax, judged, sides=("H200", "here"))
 plt.show()
 
 # %%
-lab.table(lab11_scoreboard.tally(board))
+lab.table(lab12_scoreboard.tally(board))
 tested = board["reference_verdict"][board["reference"].notna()]
 confirmed = 100 * (tested == CONFIRMED).mean() if len(tested) else None
 
@@ -160,14 +160,14 @@ confirmed = 100 * (tested == CONFIRMED).mean() if len(tested) else None
 # %%
 def show_claims(article: str, lab_number: str, verdict: str) -> None:
     """A table for each article of what is chosen."""
-    found = lab11_scoreboard.chosen(board, article=article, lab=lab_number, verdict=verdict)
+    found = lab12_scoreboard.chosen(board, article=article, lab=lab_number, verdict=verdict)
     lab.show(f"{len(found)} of {len(board)} claims")
     for key, source in claims.articles().items():
         if mine := [page.judgements[at] for at in found.index[found["article"] == key]]:
             lab.show(f"**{key}: {source.subject}** ({source.gpu})\n\n" + verdict_table(mine))
 
 
-choices = lab11_scoreboard.choices(board)
+choices = lab12_scoreboard.choices(board)
 choices["lab_number"] = choices.pop("lab")
 if not lab.choose(show_claims, choices):
     show_claims(article, lab_number, verdict)
@@ -257,11 +257,11 @@ for by in ("kind", "lab") if len(told) else ():
 # named below.
 
 # %%
-whose, options = lab11_scoreboard.options_at_hand(page.here, page.reference)
+whose, options = lab12_scoreboard.options_at_hand(page.here, page.reference)
 room = memory_gb or lab.machine.get("gpu_memory_gb", 24.0)
 lab.show(f"LLaVA-NeXT at batch 1, for **{room:g} GB** and **{planned_steps:,} steps**, by {whose}:")
 for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5 % above BF16's")):
-    lab.show(f"*{meaning}:*\n\n" + lab11_scoreboard.advice(options, room, planned_steps, tolerance))
+    lab.show(f"*{meaning}:*\n\n" + lab12_scoreboard.advice(options, room, planned_steps, tolerance))
 
 # %% [markdown]
 # **Takeaway.** The advice changes with the plan. Ask again with `-p planned_steps 100`, or with the memory of a card that you
@@ -274,7 +274,7 @@ for tolerance, meaning in ((None, "Any loss will do"), (0.05, "The loss may be 5
 
 # %%
 on_gpu = lab.device == "cuda"
-steps = lab11_scoreboard.next_steps(board, page.labs_done, titles, on_gpu)
+steps = lab12_scoreboard.next_steps(board, page.labs_done, titles, on_gpu)
 lab.show("\n".join(f"- {step}" for step in steps))
 untested = board[board["verdict"] == NOT_TESTABLE].groupby("why")["id"]
 reasons = untested.agg(claims="size", which=lambda ids: ", ".join(ids[:6])).reset_index()
@@ -295,12 +295,12 @@ if len(told):
     (whole,) = predictions.summaries(told).to_dict("records")
     counts |= {"predictions": whole["predictions"], "median_factor_off": whole["off"]}
     counts["lean"] = whole["lean"]
-lab.keep(Run("11", "scoreboard", metrics=counts, tags={"experiment": "scoreboard"}));
+lab.keep(Run("12", "scoreboard", metrics=counts, tags={"experiment": "scoreboard"}));
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("11.1")` shows how the first can be solved.
+# Exercises, the easiest first. Each cell checks itself. `lab.solution("12.1")` shows how the first can be solved.
 
 # %%
 import torch

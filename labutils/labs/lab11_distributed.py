@@ -1,4 +1,4 @@
-"""Lab 10's trainings on several GPUs: which are launched, and how they compare.
+"""Lab 11's trainings on several GPUs: which are launched, and how they compare.
 
 A case is one kind of training: Stable Diffusion's LoRA or all of its UNet, an 8 B model's LoRA or a
 small one whole. One process does what each rank does: so N of them should take N times the examples
@@ -201,7 +201,7 @@ def measured(
         status = error_of(ended)
         if task is not undone[0]:
             status = f"error: not run, as the launch ended in *{undone[0].name}*"
-        lab.keep(Run("10", task.name, status=status, recipe=task.recipe, tags=task.tags))
+        lab.keep(Run("11", task.name, status=status, recipe=task.recipe, tags=task.tags))
     ended.or_raise()
 
 
@@ -332,7 +332,7 @@ def topology() -> Run:
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     named = {f"GPU {a} and GPU {b}": link for (a, b), link in read_topology(shown).items()}
     metrics = {"connections": len(named), "named": named}
-    return Run("10", "topology", metrics=metrics, tags={"experiment": "topology"})
+    return Run("11", "topology", metrics=metrics, tags={"experiment": "topology"})
 
 
 # ------------------------------------------------------------------------------------ a rank dies
@@ -362,7 +362,7 @@ def crashes(case: Case, ranks: int, device: str, events: Sequence[str] = EVENTS)
                 continue
             task = Task("run", event, case.opened, recipe, **always | options)
             ended = launch([task], on, device, timeout_s=240)
-            run = runs[event] = ended.runs.get(event) or Run("10", event)
+            run = runs[event] = ended.runs.get(event) or Run("11", event)
             run.tags = {"experiment": "crash", "event": event}
             if task.fail:
                 run.metrics = {
@@ -396,7 +396,7 @@ def nccl_trial(ranks: int, settings: Mapping[str, str]) -> Run:
     tags = {"experiment": "nccl", "settings": words}
     task = Task("all-reduce", f"nccl {words}", sizes=TRIED_SIZES, tags=tags)
     ended = launch([task], ranks, "cuda", 150, SAY_ALL | dict(settings))
-    run = ended.runs.get(task.name) or Run("10", task.name, status=error_of(ended), tags=tags)
+    run = ended.runs.get(task.name) or Run("11", task.name, status=error_of(ended), tags=tags)
     said = read_nccl_log(ended.log)
     said["transport"] = ", ".join(said.pop("transports", {}))
     said["chosen"] = said.pop("chosen", {}).get(max(TRIED_SIZES))
