@@ -161,7 +161,7 @@ def optimizer_step():
             mean += loss.item() / 4  # for the log: the host waits
         with record_function("backward"):
             scaler.scale(loss / 4).backward()
-        if number == 3:
+        if number == 3:  # the last micro-step
             with record_function("clip"):
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(lora, 1.0)
@@ -303,7 +303,7 @@ print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {form
 # Reading images, launching kernels: the host does both, one after the other, while the GPU runs kernels. A kernel
 # inside a module costs the host several times a bare launch, because Python, autograd and autocast take part: lab 00's
 # second constant. On a CPU an operator also does its work in that time. The real network's operators are larger, so there
-# the formula says too little.
+# the formula may say too little.
 #
 # **Your prediction:** the time of an optimizer step, in ms. Take the formula's number, or correct it.
 
