@@ -555,7 +555,7 @@ with torch.no_grad():
 print("projected gradients: those of the plain layer")
 
 # %% [markdown]
-# The third rung is one batch of four instead of four of one. You write it in exercise 3.
+# *Merged batch* is one batch of four instead of four of one. You write it in exercise 3.
 #
 # **Your prediction:** the floor of four images without VAE and text encoder is 8.9 ms on the H200; your own stands in the
 # table below. How many milliseconds do they take on the last rung?

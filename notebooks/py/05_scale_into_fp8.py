@@ -547,7 +547,7 @@ with lab.attempt("Transformer Engine's layers", instead=on_ours, experiment="te-
         model.set_submodule(name, new)
     how = DelayedScaling(fp8_format=Format.HYBRID)  # E4M3 forward, E5M2 for gradients
     for _ in range(2):  # the first step has no history
-        with te.autocast(enabled=True, recipe=how):  # before version 2.9: te.fp8_autocast
+        with te.autocast(enabled=True, recipe=how):  # in older versions: te.fp8_autocast
             y = model(x)
     print(f"te.Linear is {off(y, plain):.1%} off; its weight is {new.weight.dtype}")
     refused = ""
