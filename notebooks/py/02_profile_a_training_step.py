@@ -81,7 +81,6 @@ from labutils.training import Benchmark
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
 plots.use_style()
-warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # there is one cycle
 steps = steps or (3 if lab.scale == "tiny" else 8)
 traces = lab.cache_dir / "traces" / "lab-02"
 shutil.rmtree(traces, ignore_errors=True)  # those of the last time: traces are large
