@@ -730,7 +730,7 @@ from labutils.course.exercises import check, faster_than
 
 # %% tags=["exercise"]
 my_milliseconds = None  # your number
-print(check("10.1", my_milliseconds))
+print(check("11.1", my_milliseconds))
 
 # %% [markdown]
 # **2.** A backward pass takes 100 ms. Every 10 ms one of ten gradients becomes ready, each of 20 MiB; the last is ready
@@ -739,7 +739,7 @@ print(check("10.1", my_milliseconds))
 
 # %% tags=["exercise"]
 my_pair = None  # two numbers, for example (1, 2)
-print(check("10.2", my_pair))
+print(check("11.2", my_pair))
 
 # %% [markdown]
 # **3.** A run on 8 ranks has `micro_batch=2, accumulation=8`: 8 micro-batches a step, one for each rank. Two GPUs fail. On
@@ -748,7 +748,7 @@ print(check("10.2", my_pair))
 
 # %% tags=["exercise"]
 my_ranks = None  # a set, for example {6, 3}
-print(check("10.3", my_ranks))
+print(check("11.3", my_ranks))
 
 # %% [markdown]
 # **4. Make it faster.** Each of two ranks has the gradients of four micro-batches. `over_a_slow_link` gives the mean of both

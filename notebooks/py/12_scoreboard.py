@@ -317,7 +317,7 @@ from labutils.results.records import Runs, summarise
 
 # %% tags=["exercise"]
 my_verdict = None  # "confirmed", "refuted", "inconclusive" or "not testable here"
-print(check("11.1", my_verdict))
+print(check("12.1", my_verdict))
 
 # %% [markdown]
 # **2.** Somebody predicted 10, 4 and 30 where 5, 8 and 10 were measured. What is the median of the factors by which the
@@ -325,7 +325,7 @@ print(check("11.1", my_verdict))
 
 # %% tags=["exercise"]
 my_medians = None  # two numbers, for example (1.5, 0.7)
-print(check("11.2", my_medians))
+print(check("12.2", my_medians))
 
 # %% [markdown]
 # **3.** Write a claim as data: in lab 03, the run with pinned memory takes less time than the run with three workers. The

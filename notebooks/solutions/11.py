@@ -3,15 +3,15 @@
 
 # %% 10.1
 my_milliseconds = 860e6 * 4 * (2 * (2 - 1) / 2) / 12.5e9 * 1e3
-print(check("10.1", my_milliseconds))
+print(check("11.1", my_milliseconds))
 
 # %% 10.2
 my_pair = (5, 50)
-print(check("10.2", my_pair))
+print(check("11.2", my_pair))
 
 # %% 10.3
 my_ranks = {1, 2, 4}
-print(check("10.3", my_ranks))
+print(check("11.3", my_ranks))
 
 
 # %% 10.4

@@ -2,10 +2,10 @@
 # Solutions of lab 12's exercises, in order. In the lab: lab.solution("12.1")
 
 # %% 11.1
-print(check("11.1", "inconclusive"))
+print(check("12.1", "inconclusive"))
 
 # %% 11.2
-print(check("11.2", (2, 2)))
+print(check("12.2", (2, 2)))
 
 # %% 11.3
 print(
