@@ -30,7 +30,7 @@ def tensorflow() -> ModuleType:
 def run_of(case: str, samples: list[float]) -> Run:
     """The run "tensorflow: CASE" with its `step_ms`."""
     tags = {"experiment": "tensorflow", "case": case}
-    run = Run("09", f"tensorflow: {case}", tags=tags, samples={"step_ms": samples})
+    run = Run("10", f"tensorflow: {case}", tags=tags, samples={"step_ms": samples})
     run.metrics = {"step_ms": summarise(samples)}
     return run
 

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from labutils.recipe import Unavailable
-from labutils.results.schema1_migration import RENUMBERED, Tag, tags_of
+from labutils.results.schema1_migration import Tag, number_today, tags_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -396,7 +396,7 @@ def _record_of(line: str) -> dict[str, Any] | str:
     if not record.get("tags") and isinstance(lab, str) and isinstance(run, str) and lab:
         record["tags"] = tags_of(lab, run)
     if record.get("schema") == 1 and isinstance(lab, str):
-        record["lab"] = RENUMBERED.get(lab, lab)
+        record["lab"] = number_today(lab, record.get("tags", {}).get("experiment"))
     return _unsound(record) or record
 
 

@@ -103,6 +103,14 @@ WORDS = {
 
 RENUMBERED = {"10": "11", "11": "12"}
 """A lab's number in schema 1 -> its number today."""
+MOVED = ("decode", "files", "image input", "threads", "launches", "visible devices", "diagnosis")
+"""Experiments that schema 1 has as lab 09's, and that are lab 10's today; TensorFlow's, too."""
+
+
+def number_today(lab: str, experiment: object) -> str:
+    """A lab's number today, by its number and an experiment of schema 1."""
+    moved = lab == "09" and experiment in (*MOVED, "tensorflow")
+    return "10" if moved else RENUMBERED.get(lab, lab)
 
 
 def tags_of(lab: str, name: str) -> dict[str, Tag]:

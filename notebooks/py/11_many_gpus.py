@@ -218,7 +218,7 @@ lab.show(by_themselves, columns, experiment="training", strategy="one process", 
 # link carries includes more than the message.)
 #
 # (`OMP_NUM_THREADS` is each rank's share of the cores. Without it every rank starts as many threads as there are cores:
-# the oversubscription of lab 09. `torchrun` itself sets it to 1 if nobody has set it.)
+# the oversubscription of lab 10. `torchrun` itself sets it to 1 if nobody has set it.)
 #
 # **Takeaway.** A link has two numbers, latency and bandwidth. The size of a message decides which of them counts.
 

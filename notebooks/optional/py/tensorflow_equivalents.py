@@ -16,11 +16,11 @@
 # ---
 
 # %% [markdown]
-# # Optional page to lab 09 · The same advice in TensorFlow
+# # Optional page to lab 10 · The same advice in TensorFlow
 #
 # Article A4 gives its advice for PyTorch, and some of it for TensorFlow as well. The course uses PyTorch. This page puts the
 # equivalents side by side, and measures them where TensorFlow is installed; where it isn't, each section says so and goes
-# on. It is not a lab, and no lab needs it. Its results are kept as lab 09's, whose last section judges them.
+# on. It is not a lab, and no lab needs it. Its results are kept as lab 10's.
 #
 # | what for | PyTorch | TensorFlow |
 # |---|---|---|
@@ -44,7 +44,7 @@ results_dir: str = ""  # folder of results.jsonl; empty: a new one under results
 # %%
 from labutils.course.lab import open_lab
 
-lab = open_lab("09", globals())
+lab = open_lab("10", globals())
 
 # %%
 from functools import partial
@@ -105,7 +105,7 @@ lab.verdict("A4.tensorflow.mixed-precision");
 #
 # ## The input pipeline
 #
-# **Question.** What do parallel reading, prefetching and a cache bring, on the pictures of lab 09?
+# **Question.** What do parallel reading, prefetching and a cache bring, on the pictures of lab 10?
 
 # %%
 def pipelines(tf, files: list, resolution: int, batch: int) -> dict:
@@ -144,7 +144,7 @@ lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
 # %% [markdown]
 # `AUTOTUNE` chooses the number of threads and the length of the queue while the pipeline runs.
 #
-# **Takeaway.** Lab 09's chart holds here, too: a pipeline that is faster than the training step is fast enough.
+# **Takeaway.** Lab 10's chart holds here, too: a pipeline that is faster than the training step is fast enough.
 #
 # ## Memory growth
 #

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from labutils.data.images import Preprocess, resize
-from labutils.labs import lab09_image_input as image_input
+from labutils.labs import lab10_image_input as image_input
 from labutils.recipe import Recipe
 from labutils.workloads import open_workload
 

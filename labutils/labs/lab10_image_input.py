@@ -265,7 +265,7 @@ class Pictures:
 
 def _timed(tags: dict[str, Any], samples: dict[str, list[float]]) -> Run:
     metrics = {name: summarise(times) for name, times in samples.items()}
-    return Run("09", "", tags=tags, samples=samples, metrics=metrics)
+    return Run("10", "", tags=tags, samples=samples, metrics=metrics)
 
 
 # ---------------------------------------------------------------------------------------- training
