@@ -1,8 +1,7 @@
-"""The peak memory of a training step: predicted from shapes, recorded as it happens, limited.
+"""The peak memory of a training step: predicted from shapes, and recorded as it happens.
 
-    memory = predicted(workload, recipe)      a step on the meta device: tensors without bytes
-    memory = recorded(workload, recipe)       a real step: the allocator's record, or of tensors
-    batch  = largest_batch(fits, start=9)     from a prediction, in as few tries as possible
+    memory = predicted(workload, recipe)         a step on the meta device: tensors without bytes
+    memory, peaks = recorded(workload, recipe)   a real step: the allocator's record, or of tensors
 
 The prediction takes an optimizer step through the very code that trains, on tensors without
 contents: whatever operations make is counted for as long as anything holds it. What no shape tells
@@ -15,12 +14,8 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -28,7 +23,6 @@ from torch.utils.data import DataLoader
 from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.profiling import cuda
 from labutils.profiling.memory import (
-    KINDS,
     AllocatorRecord,
     StepMemory,
     TensorRecord,
@@ -36,11 +30,10 @@ from labutils.profiling.memory import (
 )
 from labutils.profiling.memory_model import OnMeta, bytes_of, tensors_of
 from labutils.recipe import Recipe
-from labutils.results.records import Run, is_out_of_memory
+from labutils.results.records import Run
 from labutils.training import Trainer
 from labutils.training.batches import on_device
 from labutils.training.benchmark import empty_run
-from labutils.training.memory_log import peak_of_step, runs_out_of_memory
 from labutils.training.step import AUTOCAST, EagerStep, StepContext
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
@@ -119,11 +112,6 @@ def predicted(workload: Workload, recipe: Recipe, on: str = "") -> StepMemory:
 def _twin(name: str, scale: str, data: str, cache_dir: Path) -> Workload:
     """The workload on the meta device, where its frozen models take no memory."""
     return open_workload(name, scale, data=data, device="meta", cache_dir=cache_dir)
-
-
-def at_full(workload: Workload) -> Workload:
-    """The same workload at its full size, to be predicted, not built."""
-    return _twin(workload.name, "full", workload.data, workload.cache_dir)
 
 
 @functools.lru_cache(maxsize=2)
@@ -224,188 +212,41 @@ def recorded(
         return memory, dict(zip(("peak_gb", "peak_reserved_gb"), peaks, strict=False))
 
 
+def peak_gb(trainer: Trainer) -> float:
+    """GB at the peak of a trainer's next step: of its own tensors, and of those that operations
+    make."""
+    standing = [*tensors_of(trainer.model), *_moments(trainer)]
+    with TensorRecord(standing) as record:
+        trainer.step()
+    return (bytes_of(standing) + record.peak) / GB
+
+
 def _moments(trainer: Trainer) -> list[Tensor]:
     state = (value for entry in trainer.optimizer.state.values() for value in entry.values())
     return [value for value in state if isinstance(value, Tensor)]
 
 
-def predicted_and_recorded(workload: Workload, recipe: Recipe, name: str) -> Run:
-    """A recipe's run with what its step takes, predicted before it is recorded.
+def predicted_and_recorded(workload: Workload, recipe: Recipe) -> tuple[Run, StepMemory]:
+    """A recipe's run with what its step takes, predicted before it is recorded; and the record.
 
-    `predicted_gb`, `peak_gb` (of tensors), on a GPU `peak_reserved_gb`, `off` (the prediction's
-    error as a share), GB of each kind at the peak, and `activations_share`. Samples: the timeline.
+    The run's metrics: `predicted_gb`, `peak_gb` (of tensors), on a GPU `peak_reserved_gb`, `off`
+    (the prediction's error as a share), GB of each kind at the peak, `activations_share`, and the
+    peak of each phase (`forward_peak_gb`).
     """
     prediction = predicted(workload, recipe).peak / GB
     memory, peaks = recorded(workload, recipe)
-    run = empty_run(workload, recipe, name)
+    run = empty_run(workload, recipe, f"memory: {workload.name}, {recipe.checkpointing}")
     run.tags = {"experiment": "memory", "workload": workload.name}
     run.tags["checkpointing"] = recipe.checkpointing
-    at_peak = memory.at_peak()
+    at_peak, totals = memory.at_peak(), memory.totals()
     run.metrics = peaks | {
         "predicted_gb": prediction,
         "off": prediction / peaks["peak_gb"] - 1,
         "activations_share": at_peak.get("activations", 0) / memory.peak,
-        "events": memory.events,
-        "phases": [list(phase) for phase in memory.phases],
     }
     run.metrics |= {f"{kind}_gb": size / GB for kind, size in at_peak.items()}
-    run.samples = timeline(memory)
-    return run
-
-
-MOMENTS = 600
-"""Moments of a step's memory that stay on record."""
-
-
-def timeline(memory: StepMemory) -> dict[str, list[float]]:
-    """ "at" and, kind by kind, MB held: at the fullest event of each of `MOMENTS` stretches."""
-    totals = memory.totals()
-    width = math.ceil(len(totals) / MOMENTS)
-    starts = range(0, len(totals), width)
-    at = [start + int(np.argmax(totals[start : start + width])) for start in starts]
-    kept = {"at": [float(place) for place in at]}
-    for kind, levels in memory.series().items():
-        kept[kind] = [round(levels[place] / 1e6, 2) for place in at]
-    return kept
-
-
-def drawn_timeline(run: Run) -> tuple[dict[str, list[float]], list[tuple[int, str]]]:
-    """Kind -> bytes held after each event, and (event, phase), of `predicted_and_recorded`'s run.
-
-    Between two moments on record it is as at the former.
-    """
-    lengths = np.diff([0, *run.samples["at"][1:], run.metrics["events"]]).astype(int)
-    series = {
-        kind: (1e6 * np.repeat(levels, lengths)).tolist()
-        for kind, levels in run.samples.items()
-        if kind in KINDS
-    }
-    return series, run.metrics["phases"]
-
-
-# ------------------------------------------------------------------------- running out of memory
-
-
-class LimitedRecord(TensorRecord):
-    """A tensor record that refuses what goes beyond `limit` bytes, `held` of which were there.
-
-    Out of memory where there is no GPU to run out; the error's message says that it is artificial.
-    """
-
-    def __init__(self, known: list[Tensor], held: int, limit: float) -> None:
-        super().__init__(known)
-        self.held, self.limit = held, limit
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        before = self.now
-        super()._count(storage)
-        if self.now > before and self.held + self.now > self.limit:
-            raise torch.OutOfMemoryError(
-                "An artificial limit: out of memory. Tried to allocate "
-                f"{(self.now - before) / 1e6:.2f} MB; the limit is {self.limit / 1e6:.1f} MB, of "
-                f"which {(self.held + before) / 1e6:.1f} MB are in use."
-            )
-
-
-class LimitedTrainer:
-    """A trainer that takes batches of any size, under a limit of memory if one is set.
-
-        with LimitedTrainer(workload, recipe) as trainer:
-            trainer.limit(12.5)             GB in all
-            trainer.step(8)                 raises what PyTorch raises where it doesn't fit
-            trainer.held_gb()               what the process holds now
-
-    On a GPU the limit is PyTorch's own (`set_per_process_memory_fraction`), which its allocator
-    keeps by itself; without one it is counted, and artificial.
-    """
-
-    def __init__(self, workload: Workload, recipe: Recipe) -> None:
-        self.workload, self.on_gpu = workload, workload.device.type == "cuda"
-        self.trainer = Trainer(workload, recipe.but(accumulation=1, micro_batch=1))
-        self.limit_gb = math.inf
-        self.record = LimitedRecord([], 0, math.inf)
-        self.step(1)  # the moments come with the first step
-
-    def limit(self, gb: float) -> None:
-        """Give this process so many GB, everything that it holds included."""
-        self.limit_gb = gb
-        if self.on_gpu:
-            cuda.empty_cache()
-            total = torch.cuda.get_device_properties(0).total_memory / GB
-            torch.cuda.set_per_process_memory_fraction(min(1.0, gb / total))
-
-    def step(self, examples: int) -> float:
-        """One optimizer step on so many examples; GB at its peak."""
-        batch = worst_batch(self.workload, self.trainer.recipe.but(micro_batch=examples))
-        standing = self._standing()
-        known = [*standing, *batch.values()]
-        self.record = LimitedRecord(known, bytes_of(standing), self.limit_gb * GB)
-        return peak_of_step(self.trainer, batch, self.record)
-
-    def fits(self, examples: int) -> bool:
-        """Whether a step on so many examples runs; a failed step is cleaned up."""
-        return not runs_out_of_memory(self.trainer, lambda: self.step(examples))
-
-    def _standing(self) -> list[Tensor]:
-        return [*tensors_of(self.trainer.model), *_moments(self.trainer)]
-
-    def held_gb(self) -> float:
-        """GB that tensors hold now, the model's included."""
-        if self.on_gpu:
-            return cuda.allocated_memory()
-        return (bytes_of(self._standing()) + self.record.now) / GB
-
-    def run_out(self, examples: int) -> dict[str, Any]:
-        """Have a step on so many examples run out of memory, and look at what is held.
-
-        GB before it, in the except block, after it, and once it is cleaned up, as metrics; and the
-        `message`. Raises `RuntimeError` where the step fits.
-        """
-        held: dict[str, Any] = {"before_gb": self.held_gb()}
-        try:
-            self.step(examples)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            held["message"] = " ".join(str(error).split())
-            held["in_except_gb"] = self.held_gb()
-        else:
-            raise RuntimeError(f"A step on {examples} examples fits: nothing ran out.")
-        held["after_except_gb"] = self.held_gb()
-        self.trainer.optimizer.zero_grad()
-        gc.collect()
-        cuda.empty_cache()
-        return held | {"cleaned_gb": self.held_gb(), "runs_again": int(self.fits(1))}
-
-    def __enter__(self) -> LimitedTrainer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Lift the limit and end the trainer."""
-        self.limit(math.inf)
-        self.trainer.close()
-
-
-HEADROOM = 0.1
-"""The share of a card that a training run should leave free."""
-
-
-def largest_batch(fits: Callable[[int], bool], start: int) -> int:
-    """The largest batch for which `fits` says True, searched from a `start` near it, or 0.
-
-    It walks away from the start, in steps that double, until it has one that fits and one that
-    doesn't, and then halves what is between. A good start costs two tries, one of which fails.
-    """
-    low, high = 0, math.inf  # the largest known to fit, the smallest known not to
-    batch, stride = max(1, start), 1
-    while high - low > 1:
-        if fits(batch):
-            low = batch
-        else:
-            high = batch
-        if low and high < math.inf:
-            batch = (low + high) // 2
-        else:
-            batch = max(1, batch + stride if low else batch - stride)
-            stride *= 2
-    return low
+    ends = [start for start, _ in memory.phases[1:]] + [memory.events]
+    for (start, phase), end in zip(memory.phases, ends, strict=True):
+        if end > start:
+            run.metrics[f"{phase}_peak_gb"] = max(totals[start:end]) / GB
+    return run, memory

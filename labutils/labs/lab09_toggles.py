@@ -1,32 +1,30 @@
 """Article A4's advice as switches: each changes one knob of a recipe.
 
-recipes = switches("full")                name -> recipe; each differs from its base in one thing
-runs    = bench.compare(recipes, steps)   time and memory
-table   = switch_table(runs.values())     against its base
-errors  = numerical_effects(workload)     loss and gradient against float32's, on one batch
-costs   = optimizer_costs(scale, device)  each form of AdamW, alone
-rates   = images_per_s(8, threads=1)      processes that resize pictures at the same time
+runs   = flipped(workload, rounds)        every switch that the device can tell apart, interleaved
+table  = switch_table(runs.values())      against its base
+errors = numerical_effects(workload)      loss and gradient against float32's, on one batch
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
+from labutils.labs import lab09_peak_memory
+from labutils.labs.ladders import distinct_on
 from labutils.layers.cuda_graph import float32_rounded
 from labutils.layers.quantization.fp8_math import relative_error
-from labutils.profiling import cuda
 from labutils.recipe import Recipe
-from labutils.results.effects import time_effect
-from labutils.results.records import Run, summarise
-from labutils.training.child_process import MESSAGE, Child
-from labutils.training.step import AUTOCAST, build_optimizer
+from labutils.results.effects import Effect, NotTestable, effect, time_effect
+from labutils.results.records import Run
+from labutils.training import Benchmark
+from labutils.training.step import AUTOCAST
 from labutils.workloads import Workload
 
 # ---------------------------------------------------------------------------------------- switches
@@ -45,28 +43,25 @@ class Switch(NamedTuple):
     why: str
 
 
-HALF = "half the bytes, tensor cores; a loss scaled against underflow"
 SWITCHES = {
-    "base": Switch("float32", {"precision": "fp16"}, HALF),
-    "bf16": Switch("float32", {"precision": "bf16"}, "the same without scaling"),
+    "base": Switch("float32", {"precision": "fp16"}, "autocast in FP16, with a GradScaler"),
+    "bf16": Switch("float32", {"precision": "bf16"}, "autocast in BF16, without one"),
     "tf32": Switch("float32", {"tf32": "everything"}, "float32 inputs rounded to 10 bits"),
     "tf32 convolutions": Switch("float32", {"tf32": "convolutions"}, "PyTorch's own setting"),
+    "checkpointing": Switch("base", {"checkpointing": "blocks"}, "compute blocks again"),
+    "selective checkpointing": Switch(
+        "base", {"checkpointing": "selective"}, "keep products' results as well"
+    ),
+    "accumulation": Switch("base", {}, "the same examples one after the other"),
     "channels last": Switch("base", {"memory_format": "channels_last"}, "tensor cores' layout"),
     "cudnn.benchmark": Switch(
         "base",
         {"cudnn_benchmark": True, "tf32": "convolutions"},
         "time each shape's algorithms, keep the fastest",
     ),
-    "optimizer loop": Switch("base", {"optimizer": "adamw-loop"}, "a dozen kernels a tensor"),
-    "foreach optimizer": Switch("base", {"optimizer": "adamw-foreach"}, "all tensors in a dozen"),
     "fused optimizer": Switch("base", {"optimizer": "adamw-fused"}, "all of AdamW in one kernel"),
     "8-bit optimizer": Switch("base", {"optimizer": "adamw-8bit"}, "moments in a byte each"),
     "paged optimizer": Switch("base", {"optimizer": "adamw-paged"}, "those in pages that can move"),
-    "checkpointing": Switch("base", {"checkpointing": "blocks"}, "compute blocks again"),
-    "selective checkpointing": Switch(
-        "base", {"checkpointing": "selective"}, "keep products' results as well"
-    ),
-    "accumulation": Switch("base", {}, "the same examples one after the other"),
 }
 """Name -> switch. "base" is the article's mixed precision, itself a switch from "float32".
 "accumulation" trades one knob for another: as many micro-batches of 1 as the batch had examples.
@@ -96,29 +91,66 @@ def switches(scale: str) -> dict[str, Recipe]:
     return recipes
 
 
+def flipped(workload: Workload, rounds: int | None = None) -> dict[str, Run]:
+    """Name -> run of every switch, "base" twice: time, and `peak_gb` of a step; and "advice": how
+    many were `tried`, and how many don't surely shorten it (`left_alone`).
+
+    On a GPU the peak is the allocator's, on a CPU one step of tensors is recorded. A switch that
+    the device can't tell from one above it is a skipped run.
+    """
+    recipes = switches(workload.scale)
+    tags = {name: {"experiment": "toggles", "toggle": name} for name in recipes}
+    with Benchmark(workload, warmup=1 if workload.scale == "tiny" else 2) as bench:
+        here = distinct_on(workload.device.type, recipes)
+        runs = bench.compare(here, steps=2, rounds=rounds, tags=tags)
+        for name in here.keys() & bench.candidates.keys():  # a CPU counts the tensors of a step
+            peak = runs[name].metric("peak_allocated_gb")
+            peak = peak or lab09_peak_memory.peak_gb(bench.candidates[name].trainer)
+            runs[name].metrics["peak_gb"] = peak
+    why = "skipped: a CPU computes in float32, and has neither cuDNN nor pages to move"
+    effects = [one for name in SWITCHES if (one := effect_on(runs, name, runs["base again"]))]
+    left = {"tried": len(effects), "left_alone": sum(one.direction >= 0 for one in effects)}
+    runs["advice"] = Run("09", "advice", metrics=left, tags={"experiment": "advice"})
+    missing = sorted(recipes.keys() - here.keys())
+    return runs | {name: Run("09", name, status=why, tags=tags[name]) for name in missing}
+
+
+def effect_on(
+    runs: Mapping[str, Run], name: str, again: Run | None = None, metric: str = "step_ms"
+) -> Effect | None:
+    """The effect of a switch on its base, against the noise of "base" and `again`; None where
+    either wasn't measured."""
+    start = SWITCHES[name].base if name in SWITCHES else ""
+    twice = (runs["base"], again) if again and "base" in runs else None
+    with contextlib.suppress(KeyError, NotTestable):
+        return effect(runs[start], runs[name], twice, metric)
+    return None
+
+
 def switch_table(runs: Iterable[Run]) -> pd.DataFrame:
-    """One row a switch: what it changes, and its effects on time and memory against its base."""
-    again = {run.tags["toggle"]: run for run in runs if run.tags.get("again")}
-    by_name = {run.tags["toggle"]: run for run in runs if not run.tags.get("again")}
+    """One row a switch: its effects on time and memory against its base, if that is there too."""
+    runs = [run for run in runs if run.tags["toggle"] in (*SWITCHES, "float32")]
+    again = next((run for run in runs if run.tags.get("again")), None)
+    by_name = {run.tags["toggle"]: run for run in runs if run is not again}
     rows = []
     for name, run in by_name.items():
-        switch = SWITCHES.get(name, Switch("", {}, "where it starts"))
-        peak = run.metric("peak_gb")
-        row = {"switch": name, "step, ms": run.metric("step_ms"), "peak memory, GB": peak}
-        row["why"] = switch.why
-        if base := by_name.get(switch.base):
-            changes = Recipe(**run.recipe).changes_from(Recipe(**base.recipe))
-            row["changes"] = ", ".join(f"{knob}={new}" for knob, (_, new) in changes.items())
-            effect = time_effect(base, run, again.get(switch.base))
-            row["against its base"] = effect.text() if effect else None
-            if peak and base.metric("peak_gb"):
-                row["memory, %"] = 100 * (peak / base.metric("peak_gb") - 1)
+        row = {"switch": name, "step, ms": run.metric("step_ms")}
+        row |= {"floor, ms": run.metric("floor_ms"), "peak, GB": run.metric("peak_gb")}
+        time, memory = (effect_on(by_name, name, again, m) for m in ("step_ms", "peak_gb"))
+        if time:
+            row["against"] = SWITCHES[name].base
+            row["time"] = time.text() + ", unsteady machine" * time.unsteady
+            row["memory"] = memory and memory.text()
         rows.append(row)
-    return pd.DataFrame(rows)
+    if again and "base" in by_name:
+        found = time_effect(by_name["base"], again)
+        row = {"switch": "base again", "step, ms": again.metric("step_ms"), "against": "base"}
+        rows.append(row | {"time": found.text() if found else None})
+    columns = ("switch", "step, ms", "floor, ms", "against", "time", "peak, GB", "memory")
+    return pd.DataFrame(rows).reindex(columns=list(columns))
 
 
 # ----------------------------------------------------------------------------------------- numbers
-
 
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32", "autocast": False},
@@ -196,98 +228,3 @@ def _gradient(
         (loss * loss_scale).backward()
     gradient = parameters_to_vector([p.grad.double().cpu() for p in trained.values()])
     return loss.item(), gradient / loss_scale
-
-
-# -------------------------------------------------------------------------------------- optimizers
-
-KINDS = ("adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-paged")
-WIDE = {"tiny": 128, "small": 1024, "full": 4096}
-"""Width of the decoder's block whose weights are all trained: at `full` that of Qwen3-8B."""
-
-
-def block_weights(scale: str, device: str) -> list[nn.Parameter]:
-    """The matrices and norms of one decoder's block, to be trained in float32, each with a
-    gradient.
-    """
-    width = WIDE[scale]
-    shapes = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
-    shapes += [(3 * width, width), (3 * width, width), (width, 3 * width), (width,), (width,)]
-    generator = torch.Generator(device).manual_seed(0)
-    parameters = []
-    for shape in shapes:
-        parameter = nn.Parameter(torch.randn(shape, generator=generator, device=device) * 0.02)
-        parameter.grad = torch.randn(shape, generator=generator, device=device) * 1e-3
-        parameters.append(parameter)
-    return parameters
-
-
-def optimizer_costs(scale: str, device: str) -> dict[str, Run]:
-    """One decoder's block trained in full by each form of AdamW, as runs with `step_ms` of the
-    update alone, `state_bytes` for each trained number, and `update_error` of ten updates against
-    the loop's.
-    """
-    runs, exact = {}, None
-    for kind in KINDS:
-        recipe = Recipe(optimizer=kind)
-        tags = {"experiment": "optimizer", "optimizer": kind}
-        run = runs[kind] = Run("09", f"optimizer: {kind}", scale=scale, tags=tags)
-        run.recipe = recipe.fitted_to(device).as_dict()
-        if device == "cpu" and kind == "adamw-paged":
-            run.status = "skipped: pages that move between the GPU and the host need a GPU"
-            continue
-        parameters = block_weights(scale, device)
-        start = parameters_to_vector(parameters).detach()
-        optimizer = build_optimizer(parameters, recipe)
-        for _ in range(10):
-            optimizer.step()
-        moved = parameters_to_vector(parameters).detach() - start
-        exact = moved if exact is None else exact
-        run.samples["step_ms"] = cuda.timed(optimizer.step, budget_s=0.3)
-        state = [value for entry in optimizer.state.values() for value in entry.values()]
-        held = sum(v.nbytes for v in state if isinstance(v, Tensor) and v.numel() > 1)
-        run.metrics = {
-            "step_ms": summarise(run.samples["step_ms"]),
-            "state_bytes": held / moved.numel(),
-            "update_error": relative_error(moved, exact),
-        }
-    return runs
-
-
-# ----------------------------------------------------------------------------- a variable's switch
-
-_RESIZER = f"""
-import sys, time, torch, torch.nn.functional as F
-image = torch.rand(1, 3, 1080, 1080)
-F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
-print("{MESSAGE}", torch.get_num_threads(), flush=True)
-sys.stdin.readline()
-end, count = time.perf_counter() + float(sys.argv[1]), 0
-while time.perf_counter() < end:
-    F.interpolate(image, size=(512, 512), mode="bicubic", antialias=True)
-    count += 1
-print("{MESSAGE}", count, flush=True)
-"""
-
-
-def images_per_s(processes: int, threads: int | None, seconds: float = 1.0) -> dict[str, float]:
-    """How many pictures of 1080 x 1080 so many processes resize in a second together, each with
-    OMP_NUM_THREADS set to `threads`, and the `threads` that each one took.
-
-    None leaves the variable unset: then each process takes as many threads as there are cores.
-    Raises `RuntimeError` where a process fails.
-    """
-    variables = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    environment = dict.fromkeys(variables, None if threads is None else str(threads))
-    with contextlib.ExitStack() as stack:
-        children = [
-            stack.enter_context(Child(["-c", _RESIZER, str(seconds)], environment=environment))
-            for _ in range(processes)
-        ]
-        taken = [child.receive() for child in children]  # all are ready
-        for child in children:
-            child.send("go")
-        counts = [child.receive() for child in children]
-        if None in counts:
-            failure = children[counts.index(None)].failure()
-            raise RuntimeError(f"A process that resizes pictures failed: {failure}")
-    return {"images_per_s": sum(counts) / seconds, "threads": taken[0]}

@@ -58,7 +58,7 @@ def driver() -> str | None:
     return next(iter(done.stdout.split()), None)
 
 
-FULL_GB = {"06": 141, "07": 141, "08": 96, "09": 80, "10": 80, "11": 80}
+FULL_GB = {"06": 141, "07": 141, "08": 96, "09": 80, "11": 80}
 """Lab -> GB of GPU memory that its models take at the scale "full"; `FULL_GB_ELSE` for all others.
 """
 FULL_GB_ELSE, SMALL_GB = 40, 8

@@ -6,15 +6,31 @@ my_gb = (4 + 4 + 2 * 4, 4 + 4 + 2 * 1)
 print(check("09.1", my_gb))
 
 # %% 09.2
-my_start = int((80 * (1 - lab09_peak_memory.HEADROOM) - 14) // 6)
+my_start = int((80 * 0.9 - 14) // 6)
 print(check("09.2", my_start))
 
 
 # %% 09.3
-def less_kept_solution(x):
-    for block in six_blocks:
-        x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+class AgainSolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, slope):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        y.backward(slope)  # the block's parameters get their gradients, too
+        return None, x.grad
+
+
+def by_hand_solution(x):
+    for block in blocks:
+        x = x + AgainSolution.apply(block, x)
     return x
 
 
-print(smaller_than(3, all_kept, less_kept_solution, some_rows, share=1 / 3, module=six_blocks))
+print(smaller_than(3, all_kept, by_hand_solution, some_rows, share=1 / 3, module=blocks))
