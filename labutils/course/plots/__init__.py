@@ -9,7 +9,7 @@ package stays cheap.
 
 from labutils.course.plots.hardware import peaks, predicted_steps, roofline
 from labutils.course.plots.layout import use_style
-from labutils.course.plots.memory import predicted_peaks, stacked_memory
+from labutils.course.plots.memory import stacked_memory
 from labutils.course.plots.palette import (
     AMBER,
     FILLS,

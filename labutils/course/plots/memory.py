@@ -1,4 +1,4 @@
-"""What peak memory consists of, and what was predicted of it."""
+"""What peak memory consists of."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
 from labutils.course.plots.palette import GREY, INK, RUST, Fill
-from labutils.course.plots.runs import differences
 from labutils.course.tables import cell
 
 if TYPE_CHECKING:
@@ -54,18 +53,4 @@ def stacked_memory(
     ax.set_xlabel("allocations and frees, in order")
     ax.grid(axis="x", visible=False)
     layout.fill_legend(ax, {kind: fills[kind] for kind in series}, beside=0.5)
-    return ax
-
-
-def predicted_peaks(ax: Axes, pairs: Mapping[str, tuple[float, float]]) -> Axes:
-    """One row a step: `pairs` is name -> (predicted, measured) GB; a dot at the % it is off."""
-    off = [100 * (predicted / measured - 1) for predicted, measured in pairs.values()]
-    label = "prediction over measured peak, % off (number: the measured peak)"
-    series = {name: [share] for name, share in zip(pairs, off, strict=True)}
-    differences(ax, series, (-10, 10), "within 10 %", label)
-    for row, (share, (_, gb)) in enumerate(zip(off, pairs.values(), strict=True)):
-        text = f"{cell(gb)} GB" if gb >= 1 else f"{cell(1e3 * gb)} MB"
-        layout.number(ax, text, max(share, 0), row, dots=10)
-    reach = max([15.0, *(1.3 * abs(share) for share in off)])
-    ax.set_xlim(-reach, reach)
     return ax

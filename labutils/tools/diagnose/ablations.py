@@ -235,27 +235,3 @@ def _with_range(row: Mapping[str, Any]) -> str:
     shown = [round(100 * (1 - after / before)) for before, after in times]
     spread = f" ({min(shown)} to {max(shown)})" if len(set(shown)) > 1 else ""
     return f"{round(100 * row['measured'])}%{spread}"
-
-
-def look_table(loops: Mapping[str, Run]) -> pd.DataFrame:
-    """One row a loop: the measured fix that was ranked first, the best one, and what each saved."""
-    rows = []
-    for loop, run in loops.items():
-        each = pd.DataFrame.from_dict(run.metrics.get("each", {}), orient="index")
-        if each.empty or each["measured"].isna().all():
-            continue
-        each = each.dropna(subset="measured")
-        saved = each["measured"].astype(float)
-        first, best = each["predicted"].idxmax(), saved.idxmax()
-        promised = saved[each["predicted"] >= TESTS]
-        rows.append(
-            {
-                "loop": loop,
-                "ranked first": first,
-                "which saved": f"{saved[first]:.0%}",
-                "best": best,
-                "which saves": f"{saved[best]:.0%}",
-                "said to pay, and paid": f"{(promised >= TESTS).sum()} of {len(promised)}",
-            }
-        )
-    return pd.DataFrame(rows)
