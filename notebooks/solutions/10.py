@@ -15,7 +15,7 @@ def prepared_solution(file):
     return np.load(file, mmap_mode="r")
 
 
-my_pixels = prepared_solution(lab.results_dir / "exercise.npy")
+my_pixels = prepared_solution(folder / "exercise.npy")
 
 
 def by_map_solution(seed):
@@ -27,18 +27,13 @@ print(faster_than(2, by_file, by_map_solution, lambda seed: (seed,), times=10))
 
 
 # %% 10.3
-def ahead_solution(seed):
-    from concurrent.futures import ThreadPoolExecutor
-
-    found, names = [], files[:3]
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(read, names[0])
-        for following in [*names[1:], None]:
-            x = waiting.result()
-            if following:
-                waiting = pool.submit(read, following)
-            found.append(train_on(x))
-    return torch.stack(found)
+def drafted_solution(seed):
+    small = []
+    for file in jpegs:
+        image = Image.open(file)
+        image.draft("RGB", (64, 64))
+        small.append(image.convert("RGB").resize((64, 64)))
+    return torch.stack([torch.from_numpy(np.array(image)).float() for image in small])
 
 
-print(faster_than(3, one_by_one, ahead_solution, lambda seed: (seed,), times=1.2))
+print(faster_than(3, whole, drafted_solution, lambda seed: (seed,), times=3, tolerance=0.05))
