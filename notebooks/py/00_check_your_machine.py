@@ -292,8 +292,8 @@ plots.roofline(plt.gca(), roofs, operations);
 # nothing, but their intensity is low. In two bytes a number it is about their rank, 8; in fp32 it is half of that. So they
 # wait for memory on an H200, while the projection beside them lies far to the right.
 #
-# A share well below 1 is where time can be gained. Above 1: part of the data came from a cache, or the operation's kernel is
-# better than the probe's.
+# A share well below 1 is where time can be gained. Above 1: part of the data came from a cache, the operation's kernel is
+# better than the probe's, or another program held up the probe.
 #
 # **Attention takes about three times its floor on an H200. Why?** The floor counts two products. Attention also takes one
 # exponential for each pair of tokens and head: 537 million at `full`. The paper on FlashAttention-3 gives an H100 3.9 · 10¹²
@@ -314,11 +314,9 @@ for heads, each in ((20, 32), (16, 40), (10, 64), (5, 128)):
 turns = [{each: time_ms(call, 5, 1) for each, call in calls.items()} for _ in range(5)]
 attention = {each: median(turn[each] for turn in turns) for each in calls}
 for each, ms in attention.items():
-    rate = 4 * examples * 640 * seen**2 / ms / 1e9  # heads x width is 640 in all four
-    head_us = 1e3 * ms * each / 640
-    print(
-        f"{640 // each:2} heads of {each:3}: {ms:.3f} ms, {rate:.3g} TFLOP/s, {head_us:.1f} µs a head"
-    )
+    heads = 640 // each  # heads x width is 640 in all four
+    rate, us = 4 * examples * 640 * seen**2 / ms / 1e9, 1e3 * ms / heads
+    print(f"{heads:2} heads of {each:3}: {ms:.3f} ms, {rate:.3g} TFLOP/s, {us:.1f} µs a head")
 
 # %% [markdown]
 # The products are the same in all four lines. On an H200 a head of 40 takes about as long as one of 64, which padding

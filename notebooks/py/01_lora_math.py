@@ -35,8 +35,7 @@
 # | `small` | a GPU of 8 GB | 1 minute |
 # | `full` | a GPU of 40 GB | 1.5 minutes |
 #
-# You need no network: models are built from their published sizes. Most of this lab is mathematics and counting, which hold on
-# any machine.
+# You need no network: models are built from their published sizes.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -310,8 +309,8 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 # ridge in lab 00 is 185 FLOP per byte, so that is 18 % at 4,096.
 #
 # That is a fused layer's price. Our class writes each product first and adds it afterwards, in both directions: $12nd$, or
-# 27 %. What a cache still holds makes it less, thin products that miss their floor make it more. `torch.addmm(y, h, B.T)`
-# saves two of the twelve.
+# 27 %. A cache makes it less, thin products that miss their floor make it more. `torch.addmm(y, h, B.T)` saves two of the
+# twelve.
 #
 # **Your prediction:** what LoRA of rank 8 adds to the wider layer's time here, in percent.
 
@@ -352,10 +351,9 @@ def floors_ms(n, d, size, floor_ms):
 
 
 # %% [markdown]
-# **Measurement.** All take turns, nine rounds. Each round gives one ratio to the frozen layer; the last column is the
-# median of these nine, not the ratio of two medians. The frozen layer takes part twice: what *frozen again* is off 1 is
-# noise. On a GPU ten passes at a time are replayed from a CUDA graph, so that the host doesn't count. The narrow layer is
-# SD1.5's.
+# **Measurement.** All take turns, nine rounds. Each round gives one ratio to the frozen layer, and the last column is their
+# median. The frozen layer takes part twice: what *frozen again* is off 1 is noise. On a GPU ten passes at a time are
+# replayed from a CUDA graph, so that the host doesn't count. The narrow layer is SD1.5's.
 
 # %%
 cost = []
