@@ -85,7 +85,7 @@ elif device == "cpu":
 #
 # **Technique.** It is. $A$ starts random and $B$ at zero, so their product is zero, and training begins exactly at the
 # pretrained model. The factor $\alpha/r$ is meant to spare you a new learning rate at each rank. With Adam the correction
-# still shrinks as $r$ grows: see Kalajdzievski, at the end.
+# still shrinks as $r$ grows: see Kalajdzievski.
 
 
 # %%
@@ -538,7 +538,7 @@ print(f"{less:.1f} times less memory, for {fewer:.0f} times fewer trained number
 # Here LoRA keeps a little less than full training. Its norms are frozen as well, and need no longer keep what only their own
 # gradient takes.
 #
-# So far this was counting. When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
+# When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
 # narrow one, and read the peak of each phase. On a GPU that is `torch.cuda.reset_peak_memory_stats()` before a phase and
 # `max_memory_allocated()` after it.
 
