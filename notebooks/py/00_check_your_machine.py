@@ -444,8 +444,8 @@ with lab.attempt("What this build runs on"):
 
 # %%
 with lab.attempt("A kernel for another card", experiment="unlisted architecture"):
-    seen = lab.keep(Run("00", "unlisted architecture", metrics=try_unlisted_architecture()))
-    for what, value in seen.metrics.items():
+    tried = lab.keep(Run("00", "unlisted architecture", metrics=try_unlisted_architecture()))
+    for what, value in tried.metrics.items():
         print(f"{what}: {value}")
 
 # %%
