@@ -477,7 +477,7 @@ def _multiplied_as(recipe: Recipe) -> str:
     """The format of the frozen layers' products on this machine, which emulates FP8 where it has
     none. Where only convolutions round to TF32, their rate is the floor's.
     """
-    rounded = recipe.precision == "fp32" and recipe.tf32 != "nothing"
+    rounded = cuda.available() and recipe.precision == "fp32" and recipe.tf32 != "nothing"
     dtype = PRODUCTS.get(recipe.base_linear, "tf32" if rounded else "")
     return dtype if dtype and probe_machine(f"tflops_{dtype}").rate(dtype) else recipe.precision
 
