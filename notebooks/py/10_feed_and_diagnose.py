@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | ½ minute |
 # | `small` | a GPU of 8 GB | 3 minutes |
-# | `full` | a GPU of 40 GB | 4 minutes |
+# | `full` | a GPU of 40 GB | 5 minutes |
 #
 # Only nvJPEG and CUDA's variables take a GPU.
 
