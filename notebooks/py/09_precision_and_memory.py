@@ -232,34 +232,32 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 # `torch.backends.cudnn.conv.fp32_precision` is the other switch. It also decides which *algorithms* cuDNN may use. Some of them
 # rearrange or transform inputs and filters first, and need room for the result: a *workspace*. It is no tensor, so no list of
 # tensors shows it, and PyTorch sets it no limit: it takes the first algorithm that cuDNN suggests and that runs ([issue
-# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures it for three convolutions of the UNet, and
-# names the kernels.
+# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures it for five convolutions of the UNet, frozen as
+# they are there, and names the kernels.
 
 
 # %%
 def workspace(conv, image):
-    """GB that a forward and backward pass takes beside its tensors; its longest kernel."""
+    """GB that a forward and backward pass takes beyond its tensors; its longest kernel."""
     for _ in range(2):  # the first call chooses the algorithms
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
             out = conv(image)
-            slope = torch.ones_like(out)
-            found = torch.autograd.grad(out, (image, conv.weight), slope)
+            gradient = torch.autograd.grad(out, image, torch.ones_like(out))
             torch.cuda.synchronize()
-        tensors = sum(t.nbytes for t in (out, slope, *found))
-        beside = torch.cuda.max_memory_allocated() - before - tensors
-        del out, slope, found
+        beyond = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        del out, gradient
     longest = sorted(prof.key_averages(), key=lambda kernel: kernel.self_device_time_total)[-1]
-    return beside / 1e9, longest.key[:60]
+    return beyond / 1e9, longest.key[:60]
 
 
 # %%
 convolutions = torch.backends.cudnn.conv
 default = convolutions.fp32_precision
 with lab.attempt("workspaces of cuDNN"):
-    for channels, filters, side in ((960, 320, 64), (1920, 640, 32), (2560, 1280, 16)):
-        conv = nn.Conv2d(channels, filters, 3, padding=1, device="cuda")
+    shapes = [(640, 640, 64), (960, 320, 64), (1280, 1280, 32), (1920, 640, 32), (2560, 1280, 16)]
+    for channels, filters, side in shapes:
+        conv = nn.Conv2d(channels, filters, 3, padding=1, device="cuda").requires_grad_(False)
         image = torch.randn(8, channels, side, side, device="cuda", requires_grad=True)
         for precision in ("ieee", "tf32"):
             convolutions.fp32_precision = precision
