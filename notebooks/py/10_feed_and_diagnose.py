@@ -455,7 +455,7 @@ fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
 shares = []
 for _ in range(2 if tiny else 5):  # by turns, so that a slow moment is slow for both
-    plain, other = train.ms_a_step(), train.ms_a_step(workers)
+    plain, other = train.ms_a_step(steps=14), train.ms_a_step(workers, steps=14)
     shares.append(1 - other / plain)
     print(f"{plain:.1f} ms a step, {workers} workers {other:.1f}: {shares[-1]:.0%} shorter")
 found = {"predicted": promised, "measured": median(shares)}
