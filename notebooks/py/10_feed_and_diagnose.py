@@ -134,8 +134,7 @@ decoding = lab.keep(pictures.decoding())
 
 # %% [markdown]
 # A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. No GPU
-# decodes PNG, the format of article A1's dataset. The course installs neither: no wheel of torchvision fits each torch that
-# it runs on.
+# decodes PNG, the format of article A1's dataset. The course installs neither library. Where they are, these cells run.
 
 # %%
 with lab.attempt("JPEG decoded by the GPU", experiment="decode", format="JPEG", on_gpu=True):
@@ -173,7 +172,7 @@ lab.verdict("A4.data.gpu-decoding")
 # **Takeaway.** Decoding costs far more than reading. The format decides how much.
 
 # %% [markdown]
-# ## 2 · Read once, map for ever
+# ## 2 · Page cache and memory map
 #
 # **Question.** How much of that time would a faster disk save? And how do you keep pictures so that nothing is decoded?
 #
@@ -313,8 +312,8 @@ with lab.attempt("the law's picture"):
 # **Question.** The article sets `OMP_NUM_THREADS`, which "prevents oversubscription". What happens without it?
 #
 # **Technique.** PyTorch's operations on a CPU use as many threads as there are cores. Eight processes on eight cores then start
-# 64 threads, which push each other off the cores. DataLoader's workers have one thread each. Processes that you start yourself
-# have not.
+# 64 threads, which push each other off the cores. DataLoader gives its workers one thread each. Nobody does that for processes
+# that you start yourself.
 
 # %%
 RESIZER = """
@@ -431,7 +430,8 @@ script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
 
 # %% [markdown]
 # `labutils diagnose -- python train.py` runs it for some twenty steps, times ten and traces three. Then it replays the traced
-# step with one thing changed, for example without the wait for data, and ranks what that saves. This cell does the same.
+# step with one thing changed, for example without the wait for data, and ranks what that saves. This cell does the same in
+# fewer steps.
 
 # %%
 watched = watch([sys.executable, str(script)], Stages(warmup=2, timed=6, profiled=2))
