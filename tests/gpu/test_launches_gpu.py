@@ -51,8 +51,8 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
     assert program.waits > 10  # the loop asks which experts were chosen
 
 
-def test_a_captured_step_is_a_handful_of_launches(dense):
-    with Trainer(dense, variants("dense")["captured"]) as trainer:
+def test_a_captured_step_is_a_handful_of_launches(moe):
+    with Trainer(moe, variants("moe")["captured"]) as trainer:
         there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
         program = Program.of(there.traced(2))
@@ -74,15 +74,13 @@ def test_a_light_step_is_the_hosts(dense):
     assert replayed_ms(light.program, host) == pytest.approx(step_ms, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "way"), [("dense", "loop"), ("dense", "rewritten"), ("moe", "grouped")]
-)
+@pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("moe", "grouped")])
 def test_steps_are_predicted(family, way, dense, moe):
     texts = {"long": {"dense": dense, "moe": moe}[family]}
-    recipe = variants(family)[way]
-    (step,) = lab08_launch_bound.study(texts, recipe, {"model": family}, steps=8)
+    (step,) = lab08_launch_bound.study(texts, family, way, steps=8)
     metrics = step.run.metrics
-    assert abs(metrics["off"]) < 0.35
+    assert abs(metrics["off_percent"]) < 35
+    assert step.lanes["host"] and step.lanes["GPU"]
     assert metrics["predicted_ms"] >= 0.99 * max(metrics["kernels_ms"], 1e-3)
     assert bound_ms(step.program, step.host) > 0
     assert 0 <= metrics["idle_share"] < 1
