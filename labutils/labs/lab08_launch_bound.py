@@ -111,8 +111,7 @@ def batch_of(
     lengths = [example.tokens for example in workload.example_sizes(recipe)]
     chosen, collate = choose(lengths), workload.collate(recipe)
     if collate.layout.packs:
-        tokens = sum(lengths[place] for place in chosen)
-        collate.layout = replace(collate.layout, budget=tokens)
+        collate.layout = replace(collate.layout, budget=sum(lengths[place] for place in chosen))
     examples = workload.dataset(None, recipe)
     return collate([examples[place] for place in chosen])
 
@@ -159,13 +158,11 @@ class OnOneBatch:
     def traced(self, steps: int) -> Trace:
         """A trace of `steps` optimizer steps; on a GPU with shapes, which tell thin products."""
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-            shapes = default_device() == "cuda"
-            return profile(self, steps, folder, with_stack=False, with_shapes=shapes)
+            on_gpu = default_device() == "cuda"
+            return profile(self, steps, folder, with_stack=False, with_shapes=on_gpu)
 
 
 # ----------------------------------------------------------------------------- predict and measure
-
-Lanes = dict[str, list[tuple[float, float, str]]]
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class PredictedStep:
     program: Program
     host: Host
     work: Work
-    lanes: Lanes = field(default_factory=dict)
+    lanes: dict[str, list] = field(default_factory=dict)
 
     def beside(self, added_us: float) -> float:
         """Milliseconds a step, predicted, where each launch takes the host so many microseconds
@@ -197,8 +194,8 @@ class LightStep:
     def __init__(self, trainer: Trainer) -> None:
         """Raises `ValueError` where its kernels take too long to be light."""
         self.step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe, shortest))
-        first_ms = statistics.median(self.step.timed(LIGHT_STEPS, warmup=2))
-        self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / first_ms))
+        some_ms = self.step.timed(LIGHT_STEPS, warmup=2)
+        self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / statistics.median(some_ms)))
         self._trace()
         self.read()
 
@@ -224,11 +221,7 @@ class LightStep:
 
 
 def study(
-    texts: Mapping[str, Workload],
-    family: str,
-    way: str,
-    steps: int,
-    delays: Iterable[float] = (),
+    texts: Mapping[str, Workload], family: str, way: str, steps: int, delays: Iterable[float] = ()
 ) -> list[PredictedStep]:
     """Build one trainer, predict and measure its steps on typical texts of each of `texts`.
 
@@ -247,10 +240,9 @@ def study(
             host = LightStep(opened.enter_context(Trainer(thin(texts[first]), recipe)))
         trainer = opened.enter_context(Trainer(texts[first], recipe))
         found = []
-        for kind in texts if isinstance(host, LightStep) else [first]:
+        for kind in list(texts)[::-1] if isinstance(host, LightStep) else [first]:
             step = OnOneBatch(trainer, batch_of(texts[kind], trainer.recipe))
-            found.append(predict_and_measure(tags_of(family, way, kind), step, host, steps))
-        step = OnOneBatch(trainer, batch_of(texts[first], trainer.recipe))
+            found.insert(0, predict_and_measure(tags_of(family, way, kind), step, host, steps))
         return found + [slowed(step, found[0], host, delay) for delay in delays]
 
 
@@ -273,13 +265,13 @@ def predict_and_measure(
 ) -> PredictedStep:
     """Trace a step, time it, and predict it from all but its time.
 
-    host: what a launch takes, or the light step that tells it. Then `bar_percent` is the
+    host: what a launch takes, or the light step that tells it. Then `error_bar_percent` is the
     prediction's error bar: half of what the two readings of the light step make of difference.
+    `reached`: the share of the data sheet's roofline that its FLOPs reach while kernels run.
     """
     trainer, device = step.trainer, default_device()
     light = host if isinstance(host, LightStep) else None
-    one_ms = step.warm_up(WARM_MS[device])
-    steps = max(steps, math.ceil(WATCH_MS[device] / one_ms))
+    steps = max(steps, math.ceil(WATCH_MS[device] / step.warm_up(WARM_MS[device])))
     trace = step.traced(1 if light and light.program.launches > MANY else 2)
     program, lanes = Program.of(trace), _shown(trace)
     work = trainer.workload.work_of(trainer.recipe, step.batch)
@@ -295,28 +287,30 @@ def predict_and_measure(
     run.metrics = {
         "step_ms": summarise(samples),
         "predicted_ms": predicted_ms,
-        "bound_ms": step_model.bound_ms(program, host),
-        "off_percent": 100 * (predicted_ms / step_ms - 1),
+        "off_by_percent": 100 * (predicted_ms / step_ms - 1),
         "by": step_model.decided_by(program, host),
         "launches": program.launches,
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
         "host_us": 1e3 * host.mean_ms(program),
         "useful_tokens_per_s": work.useful_tokens / step_ms * 1e3,
-        "examples": work.examples,
     }
     if light:
-        low, high = sorted(replayed_ms(program, reading) for reading in (before, after))
-        run.metrics["bar_percent"] = 50 * (high - low) / predicted_ms
+        moved_ms = abs(replayed_ms(program, before) - replayed_ms(program, after))
+        run.metrics["error_bar_percent"] = 50 * moved_ms / predicted_ms
         run.metrics["light_step_ms"] = (before_ms + after_ms) / 2
+    card, precision = spec_of(machine_facts()), trainer.recipe.precision
     if device == "cuda":
-        run.metrics |= _on_gpu(program, work, trainer.recipe, trace.metrics(step_ms)["gpu_busy"])
-    if energy.watts is not None:
-        run.metrics["power_w"] = energy.watts
+        busy = trace.metrics(step_ms)["gpu_busy"]
+        run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
+        run.metrics |= {"power_w": energy.watts} if energy.watts else {}
+    if card and precision in card.dense:
+        rate = step_model.attainable(card, precision, work.flops / work.bytes)
+        run.metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate
     return PredictedStep(run, program, host, work, lanes)
 
 
-def _shown(trace: Trace) -> Lanes:
+def _shown(trace: Trace) -> dict[str, list]:
     """`SHOWN_MS` of a trace in two rows: what the host does for the GPU, and the GPU; on a CPU its
     operators."""
     start, end = trace.step_windows[0]
@@ -326,16 +320,6 @@ def _shown(trace: Trace) -> Lanes:
         return {"operators": lanes.get("operators", [])}
     host = lanes.get("launches", []) + lanes.get("host waits", [])
     return {"host": host, "GPU": lanes.get("GPU", [])}
-
-
-def _on_gpu(program: Program, work: Work, recipe: Recipe, busy: float) -> dict[str, float]:
-    """Shares of the step in which the GPU is busy and idle; and `reached`, the share of the data
-    sheet's roofline that the step's FLOPs reach while kernels run."""
-    metrics, card = {"gpu_busy_share": busy, "idle_share": 1 - busy}, spec_of(machine_facts())
-    if card and recipe.precision in card.dense:
-        rate = step_model.attainable(card, recipe.precision, work.flops / work.bytes)
-        metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate
-    return metrics
 
 
 def slowed(
@@ -362,8 +346,8 @@ def slowed(
         longer_ms *= (light.repeats + 1) / of_light
     added_us = 1e3 * max(0.0, longer_ms) * delayed / plain.program.launches
     predicted_ms, tags = plain.beside(added_us), plain.run.tags | {"delay_us": float(delay_us)}
-    run = replace(plain.run, tags=tags, samples={"step_ms": samples})
-    run.metrics = {"step_ms": summarise(samples), "predicted_ms": predicted_ms}
-    run.metrics |= {"added_us": added_us, "delayed": delayed}
-    run.metrics["off_percent"] = 100 * (predicted_ms / run.metric("step_ms") - 1)
+    off_by_percent = 100 * (predicted_ms / statistics.median(samples) - 1)
+    metrics = {"step_ms": summarise(samples), "predicted_ms": predicted_ms}
+    metrics |= {"off_by_percent": off_by_percent, "added_us": added_us, "delayed": delayed}
+    run = replace(plain.run, tags=tags, samples={"step_ms": samples}, metrics=metrics)
     return replace(plain, run=run, host=plain.host.plus(added_us / 1e3))

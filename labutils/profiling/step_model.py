@@ -3,7 +3,7 @@
 The host gives the GPU one piece of work after the other (`Trace.launched`). Each launch takes the
 host a while, and its work the GPU a while. The two run side by side, so in short
 
-    step = max(kernel time, launches x the host's time a launch) + exposed copies     `bound_ms`
+    step = max(kernel time, launches x the host's time a launch) + exposed copies
 
 which is exact where neither waits for the other in between and all launches are alike.
 `replayed_ms` drops both conditions: it goes through the queue in order (`launch_queue.replay`).
@@ -185,18 +185,6 @@ class Host:
         if not program.queue:
             return self.other
         return statistics.fmean(self.of(launch.phase) for launch in program.queue)
-
-
-def bound_ms(program: Program, host: Host) -> float:
-    """The short form: max(kernels, launches x the host's time a launch) + copies, milliseconds a
-    step.
-
-    Where host and device take turns, it is their sum.
-    """
-    launching = program.launches * host.mean_ms(program)
-    if program.takes_turns:
-        return launching + program.kernel_ms + program.copy_ms
-    return max(program.kernel_ms, launching) + program.copy_ms
 
 
 def replayed_ms(program: Program, host: Host) -> float:

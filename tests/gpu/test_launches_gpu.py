@@ -13,7 +13,7 @@ from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import LightStep, OnOneBatch, variants
 from labutils.profiling import cuda
 from labutils.profiling.host_delay import SlowerHost
-from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
+from labutils.profiling.step_model import LIGHT, Host, Program, replayed_ms
 from labutils.profiling.utilization import Energy
 from labutils.training import Trainer
 from labutils.workloads import open_workload
@@ -79,10 +79,9 @@ def test_steps_are_predicted(family, way, dense, moe):
     texts = {"long": {"dense": dense, "moe": moe}[family]}
     (step,) = lab08_launch_bound.study(texts, family, way, steps=8)
     metrics = step.run.metrics
-    assert abs(metrics["off_percent"]) < 35
+    assert abs(metrics["off_by_percent"]) < 35
     assert step.lanes["host"] and step.lanes["GPU"]
     assert metrics["predicted_ms"] >= 0.99 * max(metrics["kernels_ms"], 1e-3)
-    assert bound_ms(step.program, step.host) > 0
     assert 0 <= metrics["idle_share"] < 1
 
 

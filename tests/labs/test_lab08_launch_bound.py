@@ -87,7 +87,9 @@ def test_a_study_predicts_shows_and_repeats(studied):
     long, short = studied[:2]
     assert long.run.has(model="moe", texts="long", variant=False)
     assert long.run.metrics["by"] == "both"
-    assert abs(long.run.metrics["off_percent"]) < 100 and long.run.metrics["bar_percent"] >= 0
+    assert (
+        abs(long.run.metrics["off_by_percent"]) < 100 and long.run.metrics["error_bar_percent"] >= 0
+    )
     assert short.program.kernel_ms < long.program.kernel_ms and long.lanes["operators"]
     again = lab08.measured_again(texts("moe"), "moe", "expert loop", 2)
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
