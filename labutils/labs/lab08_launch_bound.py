@@ -32,7 +32,7 @@ from labutils.profiling import step_model
 from labutils.profiling.gpu_specs import Spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import default_device, machine_facts
-from labutils.profiling.measured_rates import probe_machine
+from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Host, Program, replayed_ms
 from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import Trace, profile
@@ -269,7 +269,7 @@ def predict_and_measure(
     prediction's error bar: half of what the two readings of the light step make of difference.
     `reached`: the share of the data sheet's roofline that its FLOPs reach while kernels run.
     """
-    trainer, device = step.trainer, default_device()
+    trainer, device, precision = step.trainer, default_device(), step.trainer.recipe.precision
     light = host if isinstance(host, LightStep) else None
     steps = max(steps, math.ceil(WATCH_MS[device] / step.warm_up(WARM_MS[device])))
     trace = step.traced(1 if light and light.program.launches > MANY else 2)
@@ -286,6 +286,7 @@ def predict_and_measure(
     run.tags, run.samples = dict(tags), {"step_ms": [round(ms, 4) for ms in samples]}
     run.metrics = {
         "step_ms": summarise(samples),
+        "floor_ms": measured_roofline(precision).floor_ms(work.flops, work.bytes),
         "predicted_ms": predicted_ms,
         "off_by_percent": 100 * (predicted_ms / step_ms - 1),
         "by": step_model.decided_by(program, host),
@@ -299,7 +300,7 @@ def predict_and_measure(
         moved_ms = abs(replayed_ms(program, before) - replayed_ms(program, after))
         run.metrics["error_bar_percent"] = 50 * moved_ms / predicted_ms
         run.metrics["light_step_ms"] = (before_ms + after_ms) / 2
-    card, precision = spec_of(machine_facts()), trainer.recipe.precision
+    card = spec_of(machine_facts())
     if device == "cuda":
         busy = trace.metrics(step_ms)["gpu_busy"]
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}

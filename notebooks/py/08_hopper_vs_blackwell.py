@@ -311,13 +311,14 @@ def queue_of(profiler):
 
 
 def studied_step(width):
-    """(its queue, its ms) of forward and backward pass through 24 layers."""
+    """(queue of five steps, ms of one) of forward and backward pass through 24 layers."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24))).to(lab.device)
     x = torch.randn(512, width, device=lab.device)
     step = lambda: model(x).square().mean().backward()
     step()
     with torch.profiler.profile() as profiler:
-        step()
+        for _ in range(5):
+            step()
         synchronize()
     times = []
     for _ in range(10):
@@ -331,11 +332,12 @@ def studied_step(width):
 # %%
 light, light_ms = studied_step(width=16)
 hidden = 0 if on_gpu else sum(k for k, _ in light)
-c = (light_ms - hidden) / len(light)
-for width in (128, 512) if lab.scale == "tiny" else (512, 4096):
+c = (5 * light_ms - hidden) / len(light)
+for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
     queue, measured = studied_step(width)
-    predicted, kernels = replay([(c, k, waits) for k, waits in queue]), sum(k for k, _ in queue)
-    print(f"width {width}: {len(queue)} launches of {1e3 * c:.1f} µs, kernels of {kernels:.1f} ms")
+    predicted = replay([(c, k, waits) for k, waits in queue]) / 5
+    kernels = sum(k for k, _ in queue) / 5
+    print(f"{len(queue) / 5:.0f} launches of {1e3 * c:.1f} µs, kernels of {kernels:.1f} ms:")
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f} ms")
 
 # %% [markdown]
@@ -376,8 +378,8 @@ for workload in texts["dense"].values():
 study("moe", "expert loop", delays=(0, 20))
 
 # %%
-columns = ("kernels_ms", "launches", "waits", "host_us", "predicted_ms", "error_bar_percent")
-columns += ("step_ms", "off_by_percent", "by")
+columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "error_bar_percent")
+columns += ("step_ms", "floor_ms", "off_by_percent", "by")
 loops = [step.run for step in studied.values() if step.run.has(delay_us=False)]
 lab.show(loops, columns, experiment="steps", variant=False, delay_us=False, again=False)
 off = {run.label: abs(run.metric("off_by_percent")) for run in loops}
@@ -456,7 +458,7 @@ for workload in texts["moe"].values():
     workload.release_weights()
 
 # %%
-columns = ("launches", "kernels_ms", "step_ms", "speed-up", "useful_tokens_per_s")
+columns = ("launches", "kernels_ms", "step_ms", "speed-up", "floor_ms")
 of = {"model": "moe", "texts": "long", "delay_us": False}
 ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways + again, columns, experiment="steps", **of)
