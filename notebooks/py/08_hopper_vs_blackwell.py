@@ -523,6 +523,13 @@ my_flip: float | None = None  # for example 10
 lab.predict("slower launches until the Blackwell card wins (predicted)", my_flip, "us")
 
 # %%
+def level_us(step, rival_ms):
+    """Extra µs a launch until `step` takes as long; the same if its replay is as far off as it was."""
+    off = abs(step.run.metric("off_by_percent")) / 100
+    factors = (1, 1 + off, 1 - off)
+    return [root(lambda us, f=f: f * step.beside(us) - rival_ms, 0.0, 1000.0) for f in factors]
+
+
 empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3  # an empty kernel
 measured, predicted, levels, flips = {}, {}, {}, {}
 slowed = [step.run for step in studied.values() if "delay_us" in step.run.tags]
@@ -535,7 +542,7 @@ for family in dict.fromkeys(run.tags["model"] for run in slowed):
     if on_gpu and here:
         rival_ms = step.on(find_spec(BLACKWELL), here, empty_ms)
         levels[f"{family} on the {BLACKWELL}, predicted"] = rival_ms
-        flips[f"{family}_us"] = root(lambda us, s=step, r=rival_ms: s.beside(us) - r, 0.0, 1000.0)
+        flips[family] = level_us(step, rival_ms)
 
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 4))
@@ -544,10 +551,11 @@ ax.set_xlabel("extra host time for a launch, µs")
 plt.show()
 columns = ("delayed", "added_us", "predicted_ms", "step_ms", "off_by_percent")
 lab.show(slowed, columns, experiment="steps", delay_us=(0.0, 20.0))
-for name, us in flips.items():
-    print(f"{name.removesuffix('_us')}: the Blackwell card draws level {us:.1f} µs a launch later")
+for family, (us, low, high) in flips.items():
+    print(f"{family}: the Blackwell card draws level at {us:.1f} µs more ({low:.1f} to {high:.1f})")
 if flips:
-    lab.keep(Run("08", "flip", metrics=flips, tags={"experiment": "flip"}))
+    found = {f"{family}_us": us for family, (us, *_) in flips.items()}
+    lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
 # The curves are predicted without the points, and the last column says how far they miss. Where kernels hide the launches, a
@@ -635,9 +643,9 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
 
 # %% [markdown]
 # **The lower bound.** Padded to its longest text, a batch of 32 long texts has 2,045 tokens each, where the mean is 861. The
-# article's H100 makes 9,200 examples an hour. Has it the time for such padding?
+# article's H100 makes 9,200 examples an hour. Does it have the time for such padding?
 #
-# **Your prediction:** on how many texts of 2,045 tokens can an H100 train Qwen3-32B in an hour, at its dense peak?
+# **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
 
 # %%
 my_most: float | None = None  # for example 5000
@@ -654,9 +662,9 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
         print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour.{ruled_out}")
 
 # %% [markdown]
-# It has not, and real products reach four fifths of the peak (lab 00). So the batches were shorter. Their length lies
-# somewhere between, and everything below stands under both readings, *padded* and *at the mean length*. Where they differ,
-# the length decides and not the model.
+# It does not have it, even at the dense peak, and large products reach four fifths of that (lab 00). So its batches were
+# shorter. Their length lies somewhere between. Everything below stands under both readings, *padded* and *at the mean length*.
+# Where they differ, the length decides and not the model.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -711,7 +719,7 @@ def large_step(name, family, tokens):
 
 # %%
 ids, kinds = {"dense": "A3.32b.h100", "moe": "A3.120b.h100"}, {"short": SHORT, "long": LONG}
-columns = (
+heads = (
     "model",
     "texts",
     "card",
@@ -732,7 +740,7 @@ def both_cards(padded):
         times = large_step(name, family, n * length)
         published = claims.claim(f"{ids[family]}-{kind}").published[name == H100]
         found.append((family, kind, name, length, published, *times, 3600 * n / times[-1]))
-    return pd.DataFrame(found, columns=columns)
+    return pd.DataFrame(found, columns=heads)
 
 
 # %%
@@ -849,7 +857,7 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # Whether batch 4 fits depends on checkpointing, which the article doesn't mention. Without it, its own batch of 2 would not
-# fit either. By this lower bound 32 texts of gpt-oss-120b fit the H100. Room to unpack experts, or attention that is no
+# fit either. 32 texts of gpt-oss-120b fit the H100 by this lower bound. Room to unpack experts, or attention that is no
 # single kernel, would explain the article's 16.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
@@ -952,4 +960,4 @@ arithmetic = {
     "gpt-oss-120b in 4 bits (arithmetic)": four_bit,
 }
 ours = measured_of(there, flip and flip.metric("moe_us")) if there else {}
-lab.done(arithmetic | (measured_of(loop, flips.get("moe_us")) if loop else {}), ours)
+lab.done(arithmetic | (measured_of(loop, flips["moe"][0]) if "moe" in flips else {}), ours)
