@@ -292,7 +292,7 @@ lab.predict("host's time for a launch in the experts' loop (on a thin model)", m
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
 # light step. Here is all of it on a small network. On a CPU each operation is its own kernel, the host waits for it, and
-# what the profiler adds to each makes $c$ negative.
+# what the profiler adds to each can make $c$ negative.
 
 
 # %%
@@ -380,8 +380,9 @@ study("moe", "expert loop", delays=(0, 20))
 # %%
 columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "error_bar_percent")
 columns += ("step_ms", "floor_ms", "off_by_percent", "by")
-loops = [step.run for step in studied.values() if step.run.has(delay_us=False)]
-lab.show(loops, columns, experiment="steps", variant=False, delay_us=False, again=False)
+plain = {"variant": False, "delay_us": False}
+loops = [step.run for step in studied.values() if step.run.has(**plain)]
+lab.show(loops, columns, experiment="steps", again=False, **plain)
 off = {run.label: abs(run.metric("off_by_percent")) for run in loops}
 beyond = [run for run in loops if off[run.label] > run.metric("error_bar_percent")]
 print(f"{len(beyond)} of {len(loops)} predictions are off by more than their error bar.")
@@ -396,7 +397,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # another step: the hard one. On a CPU both add up.
 #
 # The error bar holds how far the host moved between two readings. A host that moves in between, gaps of a microsecond between
-# kernels, and a CPU's profiler come on top. So trust the replay to about a fifth, not to its bar.
+# kernels, and a CPU's profiler come on top. Beside a steady host trust the replay to about a fifth, not to its bar.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
@@ -480,8 +481,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The dense model's GPU row has no gaps: launches lie ahead of their kernels. In the expert loop each kernel waits for its
-# launch. The captured step has nothing left to launch.
+# The dense model's kernels are long enough to hide its launches, at least without the profiler. In the expert loop each kernel
+# waits for its launch. The captured step has nothing left to launch.
 #
 # **Takeaway.** Fewer launches need no new card.
 
