@@ -304,7 +304,11 @@ def recomputed(block, x):
 
 def kept_mb(function):
     own, found = {p.data_ptr() for p in blocks.parameters()}, {}
-    pack = lambda t: found.setdefault(t.data_ptr(), t.detach())
+
+    def pack(tensor):
+        found[tensor.data_ptr()] = tensor.detach()
+        return tensor.detach()
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         loss = function()
     loss.backward()
@@ -329,7 +333,7 @@ for part in others:
     (forward(part) / 4).backward()  # adds to the gradients that are there
 torch.testing.assert_close(gradients(), whole, rtol=1e-4, atol=1e-7)
 
-assert plain_mb * 1e6 == saved_for_backward(blocks, lambda: forward(batch_in))
+assert math.isclose(1e6 * plain_mb, saved_for_backward(blocks, lambda: forward(batch_in)))
 print(f"kept: {plain_mb:.2f} MB; checkpointed {again_mb:.2f}; a quarter at a time {part_mb:.2f}")
 
 # %% [markdown]
