@@ -274,7 +274,7 @@ columns = {
     "run": "form",
     "step_ms": "step, ms",
     "floor_ms": "floor, ms",
-    "data_ms": "of it waiting",
+    "data_ms": "of it waiting, ms",
 }
 lab.show(trained, columns | {"speed-up": "speed-up"}, experiment="image input")
 lab.verdict("A4.data.cache")
