@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WARM_UP = 3
-"""Steps between the first and those timed. The fifth batch of long texts is then timed, which has
-one of full length, as most have."""
+"""Steps between the first and those timed, on a GPU. The sixth batch of long texts is then timed,
+which has one of full length, as most have."""
 
 QLORA = A3_BASE.but(base_linear="nf4", checkpointing="blocks")
 """PEFT's preparation turns checkpointing on, and casts to float32: `prepared`."""
@@ -93,7 +93,8 @@ def methods(workload: Workload, texts: str) -> dict[str, Run]:
         for name, (_, more) in METHODS[texts].items()
     }
     make_room(workload)
-    with Benchmark(workload, WARM_UP, same_batches=True, on_model=prepared) as bench:
+    warmup = WARM_UP if workload.device.type == "cuda" else 1
+    with Benchmark(workload, warmup, same_batches=True, on_model=prepared) as bench:
         runs = bench.compare(recipes, 1, tags=tags)
     peaks = [runs[name].metric("peak_allocated_gb") for name in ("qlora", "lora") if name in runs]
     if len(peaks) == 2 and all(peaks):
@@ -102,12 +103,11 @@ def methods(workload: Workload, texts: str) -> dict[str, Run]:
 
 
 def rungs(workload: Workload) -> dict[str, Run]:
-    """Name -> run of `RUNGS`, interleaved. On a CPU nothing is compiled, which takes a minute."""
-    plain = {"compile": "off", "compile_scope": "model"}
-    recipes = {
-        name: recipe.but(**({} if workload.device.type == "cuda" else plain))
-        for name, recipe in RUNGS.items()
-    }
+    """Name -> run of `RUNGS`, interleaved. A CPU takes those in 4 bits, and compiles none."""
+    recipes = dict(RUNGS)
+    if workload.device.type != "cuda":
+        few = ("packed", "packed, 4 bits", LIKE_FOR_LIKE)
+        recipes = {name: RUNGS[name].but(compile="off", compile_scope="model") for name in few}
     make_room(workload)
     with Benchmark(workload, same_batches=True) as bench:
         tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
