@@ -9,6 +9,7 @@ restore 4-bit weights, and Qwen3-32B.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,21 +170,23 @@ def large(workload: Workload, folder: Path) -> dict[str, Run]:
 
 
 def frontier(ax: Axes, runs: Iterable[Run]) -> Axes:
-    """Useful tokens/s over peak memory: a line for those that multiply in BF16 on packed rows, one
-    for those in FP8, and single points for the methods as their libraries write them."""
+    """Useful tokens/s over peak memory: a line for compiled recipes that multiply in BF16, one for
+    those in FP8, and single points for the others."""
     runs = [run for run in runs if run.ok and (run.tags.get("rung") in RUNGS or _is_method(run))]
-    frame = to_frame(runs).assign(name=[run.run for run in runs])
-    frame["products"] = [_products(run) for run in runs]
+    frame = to_frame(runs).assign(name=[run.run for run in runs], kind=list(map(_kind, runs)))
     frame = frame.dropna(subset=["peak_allocated_gb", "useful_tokens_per_s"])
-    for (products, those), mark in zip(frame.groupby("products"), "sD^o", strict=False):
-        those = those.sort_values("peak_allocated_gb")
-        line = "-" if "rows" in products else ""
-        ax.plot(those.peak_allocated_gb, those.useful_tokens_per_s, mark + line, label=products)
-    for at in frame.itertuples():
+    frame = frame.sort_values("peak_allocated_gb", ascending=False)
+    for (kind, those), mark in zip(frame.groupby("kind"), "sDov^", strict=False):
+        line = "-" if "products" in kind else ""
+        ax.plot(those.peak_allocated_gb, those.useful_tokens_per_s, mark + line, label=kind)
+    for at, below in zip(frame.itertuples(), itertools.cycle((4, -11, 13))):
         place = at.peak_allocated_gb, at.useful_tokens_per_s
-        ax.annotate(at.name, place, (5, 5), textcoords="offset points", fontsize=7)
-    ax.set(xscale="log", ylim=(0, None), xlabel="peak memory, GB", ylabel="useful tokens/s")
-    ax.legend()
+        ax.annotate(at.name, place, (6, below), textcoords="offset points", fontsize=7)
+    ax.set(xscale="log", xlim=(5, 200), ylim=(0, None), ylabel="useful tokens/s")
+    ticks = (5, 10, 20, 50, 100)
+    ax.set_xticks(ticks, map(str, ticks))
+    ax.set_xlabel("peak memory, GB")
+    ax.legend(loc="upper right", fontsize=8)
     return ax
 
 
@@ -197,10 +200,9 @@ def _is_method(run: Run) -> bool:
     return run.tags in each
 
 
-def _products(run: Run) -> str:
-    if run.tags.get("method") == "unsloth":
-        return "unsloth"
-    fp8 = "fp8" in run.recipe["base_linear"]
-    if run.tags["experiment"] == "ladder":
-        return f"our rows, {'FP8' if fp8 else 'BF16'} products"
-    return "as published"
+def _kind(run: Run) -> str:
+    if run.tags["experiment"] == "methods":
+        return "unsloth" if run.tags["method"] == "unsloth" else "as published"
+    if run.recipe["compile"] == "off":
+        return "packed, not compiled"
+    return f"compiled, {'FP8' if 'fp8' in run.recipe['base_linear'] else 'BF16'} products"

@@ -60,6 +60,5 @@ for _ in range(10):
 
 assert losses[-1] < losses[0] - 0.1, losses
 assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
-print(
-    f"on {DEVICE}: {sum(p.numel() for p in trained):,} trained, loss {losses[0]:.2f} to {losses[-1]:.2f}"
-)
+count = sum(p.numel() for p in trained)
+print(f"on {DEVICE}: {count:,} trained, loss {losses[0]:.2f} to {losses[-1]:.2f}")
