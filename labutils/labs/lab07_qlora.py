@@ -132,11 +132,11 @@ def unsloth_jobs(workloads: Mapping[str, Workload]) -> dict[str, Job]:
 
 
 def dequantising(workload: Workload, recipe: Recipe, folder: Path) -> Run:
-    """What restoring 4-bit weights takes in a step, from a trace of two: `dequantise_ms` of kernels
-    (without a GPU, of operators), and how many of them, `dequantise_calls`."""
+    """What restoring 4-bit weights takes in a traced step: `dequantise_ms` of kernels (without a
+    GPU, of operators), and how many of them, `dequantise_calls`."""
     make_room(workload)
     with Trainer(workload, recipe, on_model=prepared) as trainer:
-        trace = profile(trainer, 2, folder, with_stack=False)
+        trace = profile(trainer, 1, folder, with_stack=False)
     operators = (one for thread in trace.ops.values() for one in thread)
     work = trace.recorded(trace.kernels if trace.on_gpu else operators)
     restoring = [one.ms for one in work if "equantize" in one.name]

@@ -128,9 +128,10 @@ A3_BASE = Recipe(
 )
 """Article A3's starting point: its plain LoRA run of Qwen3-8B with a batch of 4.
 
-Rank 8, alpha 16, all seven projections and these rates are the article's. The loop is accelerate's,
-as in transformers' and TRL's trainers, on whole conversations. The fused AdamW is what transformers
-takes from PyTorch 2.8 on. TRL turns gradient checkpointing on by default. Here it is off, and
+Rank 8, alpha 16, all seven projections, these rates and BF16 are the article's. The loop is
+accelerate's, as in transformers' and TRL's trainers, on whole conversations. The article asks for
+`adamw_torch`; the fused AdamW is the same update in one kernel. A constant rate and a weight decay
+of 0.01 are the course's. TRL turns gradient checkpointing on by default. Here it is off, and
 belongs to QLoRA's preparation."""
 
 

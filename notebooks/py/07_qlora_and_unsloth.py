@@ -34,7 +34,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 141 GB | 7 minutes |
+# | `full` | a GPU of 141 GB | 8 minutes |
 #
 # At `full` the models are Qwen3-8B and Qwen3-32B, at `small` Qwen3-0.6B. Weights are random unless you set `weights = "hub"`:
 # time and memory are the real model's. A CPU shows the techniques and counts. It has no speed of a GPU to show, and no unsloth.
@@ -251,7 +251,8 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# Quantiles would use all 16 codes equally often, if each block were not divided by its largest number: that one is always 1 or −1.
+# The article calls NF4 optimal in the sense of information theory: that would be all codes equally often. They nearly are. The
+# difference comes from the blocks: each holds one number that is exactly 1 or −1, the spikes in the picture.
 #
 # **Takeaway.** Blocks nearly halve the error of 4 bits, quantiles take a seventh more, and double quantisation gives most of the
 # constants' bits back. A weight takes 4.127 bits.
@@ -478,8 +479,8 @@ lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
 # One rule holds in both labs: the slower of GPU and host decides. On full rows the GPU does, and restoring costs its bytes, a few
-# percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. The H200 took 85 ms
-# longer there, in 672 layers.
+# percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. On the H200 that made
+# 85 ms, for 672 calls of such layers.
 #
 # "4 bits alone" once read as 6 % *faster* here. PEFT's LoRA layer for plain weights turns its input into float32 and back; the one
 # for 4-bit weights doesn't. So the pair above has adapters without casts.
@@ -547,9 +548,12 @@ lab.show(by_texts["long"], columns, experiment="methods", texts="long", method=(
 lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 57 % longer. Half of that went without the
-# casts: between the blocks everything is float32. Offloading saves little here, because the *logits*, one number for each token and
-# each of 152 thousand words, set the peak. Section 7 computes the loss chunk by chunk.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 57 % longer. Half of that came from
+# checkpoints, and half from the casts: between the blocks everything is float32.
+#
+# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length. Offloading adds
+# little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the loss chunk by
+# chunk.
 #
 # **Takeaway.** Before you call a format slow or small, change it alone.
 
@@ -629,8 +633,8 @@ lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("q
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
-# **Takeaway.** Against the usual QLoRA unsloth is worth a factor of two in time and three in memory. Which of its parts brings that
-# is not measured here. The next section shows that none of them is out of reach.
+# **Takeaway.** On long texts unsloth is worth a factor of two in time and three in memory, against the usual QLoRA. Which of its parts
+# brings that is not measured here.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -678,8 +682,9 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. Each line is one way to multiply: with fewer bytes held, each line gives up some speed. Products in FP8
-# are another line, because they also round activations and gradients. Only points of one line are like for like.
+# Up and to the left is better. unsloth's checkpoints wait on the host; ours stay on the card, a good gigabyte of them. Fewer bytes cost
+# speed: a checkpoint computes again, and a weight is restored three times. Products in FP8 are another line, because they also round
+# activations and gradients. Only points of one kind of product are like for like.
 #
 # **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
 
