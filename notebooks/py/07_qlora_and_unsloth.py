@@ -347,7 +347,7 @@ with lab.attempt("SFTTrainer"):
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from trl import SFTConfig, SFTTrainer  # comes with `make unsloth`
+    from trl import SFTConfig, SFTTrainer  # make trl
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
     tokenizer = PreTrainedTokenizerFast(
@@ -355,8 +355,8 @@ with lab.attempt("SFTTrainer"):
     )
     update = {"learning_rate": 2e-4, "lr_scheduler_type": "constant", "weight_decay": 0.01}
     update |= {"max_steps": 8, "per_device_train_batch_size": 4, "max_grad_norm": 0.3, "bf16": True}
-    quiet = {"logging_steps": 1, "report_to": "none", "save_strategy": "no"}
-    how = SFTConfig(output_dir=folder, **update, **quiet)
+    quiet = {"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    how = SFTConfig(output_dir=folder, use_cpu=lab.device == "cpu", **update, **quiet)
     torch.manual_seed(0)
     model = qlora(folder)
     one_batch = Dataset.from_dict({"input_ids": tokens.tolist()})
@@ -364,7 +364,7 @@ with lab.attempt("SFTTrainer"):
     trainer.train()
     said = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print("SFTTrainer:", [f"{loss:.3f}" for loss in said])
-    torch.testing.assert_close(torch.tensor(said), torch.tensor(losses), rtol=0.02, atol=0)
+    torch.testing.assert_close(torch.tensor(said), torch.tensor(losses), rtol=0.01, atol=0)
 
 # %% [markdown]
 # How much is trained, and what does it weigh? Shapes are enough for that, on the *meta* device.
