@@ -463,10 +463,11 @@ kernels = [
     lab.keep(lab07_qlora.dequantising(workload, recipe, traces)).metric("dequantise_ms")
     for workload, recipe in ((texts["long"], lab07_qlora.QLORA), (llava, llava_recipe))
 ]
-packed_ms, four_bits_ms = (climbed[name].metric("step_ms") for name in ("packed", "packed, 4 bits"))
+ms = [climbed[name].metric("step_ms") for name in ("packed", "packed, 4 bits")]
+longer = ms[1] - ms[0] if all(ms) else None
 lab.table(
     ("4 bits cost, ms a step", "by the formula", "its kernels", "the whole step"),
-    ("Qwen3, packed, 2 uses", restoring_ms(texts["long"].size, 2), None, four_bits_ms - packed_ms),
+    ("Qwen3, packed, 2 uses", restoring_ms(texts["long"].size, 2), None, longer),
     ("Qwen3, QLoRA, 3 uses", restoring_ms(texts["long"].size, 3), kernels[0], None),
     ("LLaVA, batch 1, 3 uses", restoring_ms(llava.size, 3), kernels[1], None),
 )
@@ -641,8 +642,10 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 #
 # **Question.** The same 4 bits restored to BF16, the same checkpoints, the same rows: how near to unsloth does plain PyTorch come?
 #
-# **Technique.** Each part was in a lab before: rows packed from several texts (lab 06), the loss by chunks, compiled blocks (lab 04). New
-# is that the checkpoint is compiled *with* its block. Then the compiler sees what the backward pass needs, and leaves out the rest.
+# **Technique.** Rows packed from several texts, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are new.
+# bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise 4
+# (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the backward
+# pass needs, and leaves out the rest.
 
 # %%
 from torch.utils.flop_counter import FlopCounterMode
