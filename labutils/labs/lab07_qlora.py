@@ -26,6 +26,7 @@ from labutils.training.memory_log import make_room
 from labutils.training.model_edits import prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
+from labutils.workloads.decoder_flops import decoder_shapes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,6 +130,12 @@ def unsloth_jobs(workloads: Mapping[str, Workload]) -> dict[str, Job]:
         name: Job(workloads[texts], recipe, WARM_UP, shared | {"texts": texts} | more)
         for name, (texts, recipe, more) in UNSLOTH.items()
     }
+
+
+def frozen_weights(workload: Workload) -> int:
+    """How many numbers the adapted matrices of all blocks hold."""
+    shapes = decoder_shapes(workload.size).adapted.values()
+    return workload.size.layers * sum(inputs * outputs for inputs, outputs in shapes)
 
 
 def dequantising(workload: Workload, recipe: Recipe, folder: Path) -> Run:

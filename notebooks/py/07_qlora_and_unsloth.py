@@ -70,7 +70,6 @@ from labutils.results.effects import effect
 from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
 from labutils.workloads import open_workload
-from labutils.workloads.decoder_flops import decoder_shapes
 
 plots.use_style()
 compile_from_nothing()  # so that a first step compiles all that it uses
@@ -105,7 +104,7 @@ example = torch.tensor([[2.50, -0.70, 0.12, 0.48]])
 codes, c = absmax_int8(example)
 restored = codes / c
 assert torch.equal(codes.to(torch.int8), bnb.int8_vectorwise_quant(example.half())[0])
-print(f"c = {c.item():.1f}, codes {codes[0].tolist()}, restored {restored[0].tolist()}")
+print(f"c = {c.item():.1f}, codes {codes.tolist()}, restored {restored.numpy().round(4)}")
 
 # %%
 found = {"constant": c.item()}
@@ -139,15 +138,12 @@ for sigma in (5, 10, 20, 50, 100):
     for constants, parts in {"one constant": (1, -1), "blocks": (-1, 64)}.items():
         codes, c = absmax_int8(spiky.view(parts))
         others = (codes / c).view_as(W)[1:], W[1:]  # the other weights
-        zeros[constants, sigma] = (codes == 0).float().mean().item()
-        found = {"zeros_share": zeros[constants, sigma], "others_error": off(*others)}
+        share = zeros[constants, sigma] = (codes == 0).float().mean().item()
+        found = {"zeros_share": share, "others_error": off(*others)}
         how = {"experiment": "outlier", "constants": constants, "sigma": sigma}
         lab.keep(Run("07", f"outlier of {sigma}, {constants}", tags=how, metrics=found))
-        print(
-            f"{sigma:>3} sigma, {constants}: {found['zeros_share']:.1%} of the codes are 0,",
-            end=" ",
-        )
-        print(f"the other weights are {found['others_error']:.1%} off")
+        error = f"the others {found['others_error']:.1%} off"
+        print(f"{sigma:>3} sigma, {constants:>12}: {share:.1%} of the codes are 0, {error}")
 
 # %%
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
@@ -397,7 +393,7 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 #
 # $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
 #
-# What $B$ does the kernel reach? Measure it on one matrix. Any kernel may take the host longer to launch, so measure that, too.
+# What $B$ does the kernel reach? Measure it on one large matrix. The host must launch it, too: measure what that takes.
 
 
 # %%
@@ -414,29 +410,28 @@ def seconds(call, times=20):
 
 
 # %%
-dtype, written = (torch.bfloat16, 2) if lab.device == "cuda" else (torch.float32, 4)
-shapes = decoder_shapes(texts["long"].size).adapted
-inner, width = max(shapes.values(), key=lambda shape: shape[0] * shape[1])
-weight = torch.randn(8 * inner, width, device=lab.device, dtype=dtype)  # so that the host keeps up
+on_gpu = lab.device == "cuda"
+dtype, written = (torch.bfloat16, 2) if on_gpu else (torch.float32, 4)
+shape = (8 * 12288, 4096) if on_gpu else (1024, 512)  # large enough that the host keeps up
+weight = torch.randn(shape, device=lab.device, dtype=dtype)
 packed, state = bnb.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
 took, _ = seconds(lambda: bnb.dequantize_4bit(packed, state))
 bandwidth = weight.numel() * (4.127 / 8 + written) / took
-print(f"restoring eight of the largest matrices: {1e6 * took:.0f} us, {bandwidth / 1e9:,.3g} GB/s")
 
+
+def restoring_ms(parameters, uses):
+    return 1e3 * uses * parameters * (4.127 / 8 + written) / bandwidth
+
+
+parameters = sum(m.in_features * m.out_features for m in matrices)  # Qwen3-8B's, from section 3
+print(f"restored at {bandwidth / 1e9:,.3g} GB/s; at this rate {parameters:,} parameters", end=" ")
+print(f"take {restoring_ms(parameters, 2):,.1f} ms, forward and backward")
+
+# %%
 x = torch.randn(16, 64, device=lab.device, dtype=torch.bfloat16).requires_grad_()
 plain = nn.Linear(64, 64, bias=False, device=lab.device, dtype=torch.bfloat16)
 host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
-
-
-# %%
-def restoring_ms(size, uses):
-    parameters = size.layers * sum(k * n for k, n in decoder_shapes(size).adapted.values())
-    return 1e3 * uses * parameters * (4.127 / 8 + written) / bandwidth
-
-
-llava = lab.workload("llava-lora")
-print(f"Qwen3, forward and backward: {restoring_ms(texts['long'].size, 2):.3g} ms a step")
 
 # %% [markdown]
 # **Prediction.** On packed rows of 4,096 tokens the H200 takes 392 ms a step with 16-bit weights. By how many percent is it longer
@@ -458,23 +453,25 @@ columns = ("step_ms", "speed-up", "floor_ms", "peak_allocated_gb")
 lab.show(pair, columns, experiment="ladder", rung=("packed", "packed, 4 bits"))
 
 # %%
+llava = lab.workload("llava-lora")
 llava_recipe = A2_BASE.but(checkpointing="blocks", base_linear="nf4")
 kernels = [
     lab.keep(lab07_qlora.dequantising(workload, recipe, traces)).metric("dequantise_ms")
     for workload, recipe in ((texts["long"], lab07_qlora.QLORA), (llava, llava_recipe))
 ]
+n, n_llava = map(lab07_qlora.frozen_weights, (texts["long"], llava))
 ms = [climbed[name].metric("step_ms") for name in ("packed", "packed, 4 bits")]
 longer = ms[1] - ms[0] if all(ms) else None
 lab.table(
     ("4 bits cost, ms a step", "by the formula", "its kernels", "the whole step"),
-    ("Qwen3, packed, 2 uses", restoring_ms(texts["long"].size, 2), None, longer),
-    ("Qwen3, QLoRA, 3 uses", restoring_ms(texts["long"].size, 3), kernels[0], None),
-    ("LLaVA, batch 1, 3 uses", restoring_ms(llava.size, 3), kernels[1], None),
+    ("Qwen3, packed, 2 uses", restoring_ms(n, 2), None, longer),
+    ("Qwen3, QLoRA, 3 uses", restoring_ms(n, 3), kernels[0], None),
+    ("LLaVA, batch 1, 3 uses", restoring_ms(n_llava, 3), kernels[1], None),
 )
 
 # %%
 calls = 3 * 7 * 32  # uses, layers of a block, blocks of LLaVA's decoder
-if lab.device == "cuda":
+if on_gpu:
     print(f"this host needs {1e3 * calls * host_s:.0f} ms more to launch LLaVA's {calls} layers")
 lab.verdict("A3.qlora.cause")
 
@@ -483,8 +480,8 @@ lab.verdict("A3.qlora.cause")
 # percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. On the H200 that made
 # 85 ms, for 672 calls of such layers.
 #
-# "4 bits alone" once read as 6 % *faster* here. PEFT's LoRA layer for plain weights turns its input into float32 and back; the one
-# for 4-bit weights doesn't. So the pair above has adapters without casts.
+# A trap: between PEFT's own layers, 4 bits read as 6 % *faster*. Its LoRA layer for plain weights turns the input into float32 and
+# back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
 # **Takeaway.** Predict a format's cost from its bytes. If a step takes longer than that, look at the launches.
 
@@ -527,9 +524,7 @@ x = torch.randn(512, 256, device=lab.device, requires_grad=True)
 sent = []
 counting = (lambda tensor: sent.append(tensor.nbytes) or to_host(tensor), back)
 torch.testing.assert_close(gradient(x, counting), gradient(x))
-print(
-    f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; the gradient is the same"
-)
+print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
 # One input a block, and nothing else. These copies stop the GPU. The course's `Parking` (`labutils/layers/activation_checkpoint.py`)
@@ -599,6 +594,9 @@ lab.predict("FLOPs, wide first against thin first", my_order, "x")
 
 
 # %%
+from torch.utils.flop_counter import FlopCounterMode
+
+
 def chain_flops(order, tokens, k, n, r=8):
     """Forward and backward: the gradients of x [tokens, k], A [r, k] and B [n, r]."""
     thin = 2 * tokens * r * (k + n)  # one way through both thin matrices
@@ -606,6 +604,11 @@ def chain_flops(order, tokens, k, n, r=8):
         return 3 * thin
     return 2 * thin + 2 * n * r * k + 4 * tokens * k * n
 
+
+x, A, B = (torch.randn(size, requires_grad=True) for size in ((64, 32), (8, 32), (48, 8)))
+with FlopCounterMode(display=False) as counted:
+    (x @ A.T @ B.T).sum().backward()
+assert counted.get_total_flops() == chain_flops("thin first", 64, 32, 48)
 
 block_of_8b = {(4096, 4096): 2, (4096, 1024): 2, (4096, 12288): 3}  # q and o, k and v, the MLP's
 flops = {
@@ -618,7 +621,9 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# PyTorch multiplies as the code is written, and PEFT writes thin first, too. **Measurement.**
+# PyTorch multiplies as the code is written, and PEFT writes thin first, too.
+#
+# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels.
 
 # %%
 with lab.attempt("unsloth", experiment="methods", method="unsloth", texts="long"):
@@ -629,7 +634,7 @@ with lab.attempt("unsloth", experiment="methods", method="unsloth", texts="long"
     )
 unsloths = by_texts.get("unsloth", {})
 usual = [by_texts["long"]["qlora"], *by_texts["short"].values()]
-columns = ("first_step_s", "step_ms", "useful_tokens_per_s", "peak_allocated_gb")
+columns = ("first_step_s", "step_ms", "floor_ms", "useful_tokens_per_s", "peak_allocated_gb")
 lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("qlora", "unsloth"))
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
@@ -648,8 +653,6 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # pass needs, and leaves out the rest.
 
 # %%
-from torch.utils.flop_counter import FlopCounterMode
-
 torch.manual_seed(0)
 up, down = (torch.randn(256, 256, device=lab.device) / 16 for _ in range(2))  # frozen
 A, B = (nn.Parameter(torch.randn(n, device=lab.device) / 16) for n in ((256, 8), (8, 256)))
