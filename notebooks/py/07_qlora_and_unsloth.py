@@ -225,6 +225,7 @@ assert torch.equal((nf4[codes] * own).view_as(W), bnb.dequantize_4bit(library, d
 # On a CPU bitsandbytes looks 8-bit codes up in a table, so one in a thousand lies a level farther. On a GPU they are the nearest.
 
 # %%
+one_codes, one_peak = nearest(int4, W.view(1, -1))
 even_codes, _ = nearest(int4, blocks)
 errors = {"int4": off(int4[even_codes] * peaks, blocks), "nf4": off(restored, W)}
 frequent = codes.flatten().bincount() / codes.numel()
@@ -233,8 +234,9 @@ bits = {
     "bits_float32": 8 * state.absmax.nbytes / W.numel(),
     "bits_doubled": 8 * (double.absmax.nbytes + double.state2.absmax.nbytes) / W.numel(),
 }
-print(f"INT4 is {errors['int4']:.2%} off, NF4 {errors['nf4']:.2%},", end=" ")
-print(f"doubly quantised {off(nf4[codes] * doubled, blocks):.2%}")
+print(f"INT4 with one constant is {off(int4[one_codes] * one_peak, W.view(1, -1)):.1%} off,")
+print(f"in blocks {errors['int4']:.1%}; NF4 {errors['nf4']:.1%},", end=" ")
+print(f"doubly quantised {off(nf4[codes] * doubled, blocks):.1%}")
 print(f"an NF4 code carries {information:.2f} of its 4 bits; constants take {bits}")
 
 # %%
