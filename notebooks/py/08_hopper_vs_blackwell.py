@@ -335,7 +335,7 @@ hidden = 0 if on_gpu else sum(k for k, _ in light)
 c = (5 * light_ms - hidden) / len(light)
 for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
     queue, measured = studied_step(width)
-    predicted = replay([(c, k, waits) for k, waits in queue]) / 5
+    predicted = courses([(c, k, waits) for k, waits in queue]) / 5
     kernels = sum(k for k, _ in queue) / 5
     print(f"{len(queue) / 5:.0f} launches of {1e3 * c:.1f} µs, kernels of {kernels:.1f} ms:")
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f} ms")
