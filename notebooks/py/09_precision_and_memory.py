@@ -482,9 +482,9 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # %% [markdown]
 # The course's predictor does this with its own training code, and adds what shapes don't tell:
 #
-# $$\text{peak} = \max_t\,(\text{weights} + \text{moments} + \text{gradients}_t + \text{activations}_t + \text{temporaries}_t)
-# + 2 \times 34\ \text{MB}$$
+# $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
+# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go.
 # Two things make activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel
 # keeps a number for each row. Both are counted. The last term is cuBLAS's workspaces, one for each of two threads. cuDNN's are
 # not predicted, section 2 says why. See `predicted` in `labutils/labs/lab09_peak_memory.py`.
@@ -499,6 +499,7 @@ lab.predict("the worst of nine predictions is off by", my_worst, "%")
 
 # %%
 told, timelines = [], {}
+make_room(unet)  # of weights in other formats, which earlier sections used
 for name, recipe in lab09_peak_memory.GRID.items():
     work = unet if name == unet.name else lab.workload(name)
     for mode in ("off", "blocks") if lab.scale == "tiny" else ("off", "blocks", "selective"):
