@@ -82,6 +82,8 @@ AWAITED = [
     {"experiment": "held by copies"},
     {"experiment": "epoch start"},
     {"experiment": "compile mode", "loop": "plain"},
+    {"experiment": "one shape"},
+    {"experiment": "losses by seed"},
 ]
 """Tags of runs of which the reference has no record yet."""
 
