@@ -12,11 +12,11 @@ import contextlib
 import functools
 import gc
 import logging
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import nn
@@ -46,12 +46,10 @@ FORMS = {
 }
 """Form -> its changes of the recipe. The article compiles the model as one ("-whole"). Its blocks
 compiled one by one have almost the same code after a fraction of the time."""
-WEIGHTS = {
-    "": "published",
-    "fp8-te": "fp8-te",
-    "fp8-frozen": "fp8-frozen",
-    "qlora": "nf4",
-}
+WEIGHTS = {"": "published", "fp8-te": "fp8-te", "fp8-frozen": "fp8-frozen", "qlora": "nf4"}
+OPAQUE = ("fp8-te", "qlora")
+"""Weights in layers that the compiler can't see through: it starts over for each of them, and is to
+give up as early as it does by default."""
 METHODS = {"-".join(filter(None, pair)) or "bf16": pair for pair in product(FORMS, WEIGHTS)}
 """Method of the article's table -> its form and how it holds the frozen weights."""
 
@@ -64,7 +62,7 @@ def method(name: str, batch: int = 1) -> Recipe:
     """
     form, weights = METHODS[name]
     recipe = A2_BASE.but(micro_batch=batch, checkpointing="blocks", base_linear=WEIGHTS[weights])
-    return recipe.but(**FORMS[form])
+    return recipe.but(**FORMS[form] | ({"dynamic": "automatic"} if weights in OPAQUE else {}))
 
 
 def cells(methods: Sequence[str], batch: int) -> dict[str, Recipe]:
@@ -83,17 +81,18 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     torch._dynamo.reset()  # compiled code keeps the models that it was made for
     with contextlib.suppress(Unavailable):
         forget_scales()
-    names = dict(zip(cells(methods, batch), methods, strict=False))
-    recipes = {name: method(of, batch) for name, of in names.items()}
-    tags = {n: {"experiment": "methods", "method": of, "batch": batch} for n, of in names.items()}
+    recipes, tags = cells(methods, batch), {"experiment": "methods", "batch": batch}
+    recipes.popitem()  # the second time
+    by_run = {name: tags | {"method": of} for name, of in zip(recipes, methods, strict=True)}
     compiler: dict[str, Compilation] = {}
     options: dict[str, Any] = {"warmup": int(rounds > 1), "on_model": as_its_users_prepare_it}
-    # Trainers side by side share the variants that PyTorch allows a function.
-    with compat.variants_limited(VARIANTS), Benchmark(workload, **options) as bench:
+    # Trainers side by side share the 8 variants that PyTorch allows a function.
+    more = torch._dynamo.config.patch(recompile_limit=16)
+    with more, Benchmark(workload, **options) as bench:
         for name, recipe in recipes.items():
             with fresh_cache(), Compilation() as compiler[name]:
                 bench.prepare({name: recipe})
-        runs = bench.compare(recipes, steps=1, rounds=rounds, tags=tags)
+        runs = bench.compare(recipes, steps=1, rounds=rounds, tags=by_run)
     for name, run in runs.items():
         if run.ok and run.recipe["compile"] != "off":
             run.metrics |= compiler[name].metrics()
@@ -225,14 +224,13 @@ def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
     with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps=4, rounds=rounds, tags=tags)
     lanes = {rung.name: rung.lane for rung in LADDER}
-    for name, run in runs.items():
+    for run in runs.values():
         run.lane = lanes.get(run.tags.get("rung", ""), "same mathematics")
         if run.ok:
-            pairs = zip(run.samples["step_ms"], run.samples["tokens"], strict=True)
-            run.samples["ms_per_1k_tokens"] = [1e3 * ms / tokens for ms, tokens in pairs]
-            run.metrics["ms_per_1k_tokens"] = summarise(run.samples["ms_per_1k_tokens"])
-        runs[name] = with_costs(run)
-    return runs
+            costs = 1e3 * np.divide(run.samples["step_ms"], run.samples["tokens"])
+            run.samples["ms_per_1k_tokens"] = costs.tolist()
+            run.metrics["ms_per_1k_tokens"] = summarise(costs)
+    return {name: with_costs(run) for name, run in runs.items()}
 
 
 # The loss, or the seed
@@ -264,13 +262,10 @@ def trained_on_seeds(
         run = runs[f"loss {name}"] = found[0]
         run.tags = {"experiment": "losses by seed", "method": name}
         run.status = next((one.status for one in found if not one.ok), "ok")
-        curves = [one.metrics["loss"][:steps] for one in found if run.ok]
-        ends = [statistics.fmean(curve[-(steps // 4) :]) for curve in curves]
-        starts = [curve[0] for curve in curves]
-        drops = [start - end for start, end in zip(starts, ends, strict=True)]
-        run.samples = (
-            {"start_loss": starts, "final_loss": ends, "loss_drop": drops} if run.ok else {}
-        )
+        curves = np.array([one.metrics["loss"][:steps] for one in found if run.ok] or [[0.0]])
+        starts, ends = curves[:, 0], curves[:, -max(1, steps // 4) :].mean(axis=1)
+        losses = {"start_loss": starts, "final_loss": ends, "loss_drop": starts - ends}
+        run.samples = {name: of.tolist() for name, of in losses.items() if run.ok}
         run.metrics = {metric: summarise(losses) for metric, losses in run.samples.items()}
         workload.release_weights()
         gc.collect()
