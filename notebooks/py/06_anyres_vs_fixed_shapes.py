@@ -91,6 +91,7 @@ from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.llava import SIZES, tower_flops
 
+# %%
 plots.use_style()
 compile_from_nothing()  # so that a first step compiles all that it uses
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
@@ -233,7 +234,7 @@ assert torch.equal(ours["labels"][0], course["labels"])
 #
 # **Question.** Five methods, six batch sizes. Which saves time, which saves memory?
 #
-# *fp8-te* is the article's FP8, by Transformer Engine. *compile* compiles the blocks one by one, *fixed* does so on small squares.
+# *fp8-te* is the article's FP8, Transformer Engine's, in the frozen layers. *compile* compiles the blocks one by one, *fixed* does so on small squares.
 # *qlora* has 4-bit weights. At batch 1 stand two more: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing,
 # and has *eager-fixed* instead. All compute their blocks again in the backward pass. The article doesn't say so, but only then its
 # 16 GB hold 15 GB of weights.
@@ -279,7 +280,7 @@ runs, some = Runs(cells.values()), {"batch": 1, "method": (*METHODS, *AT_ONE, "e
 lab.show(runs.select(**some), columns, experiment="methods", **some)
 article_s = runs.select(method=METHODS)
 lab.show(article_s, lab06_anyres.side_by_side, experiment="methods", method=METHODS)
-lab.verdict("A2.fp8.speed", "A2.qlora.memory-growth")
+lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
 # MFU is the share of the dense peak of what multiplies: FP8's for FP8. Examples are images. On our H200 the host sets the pace at
