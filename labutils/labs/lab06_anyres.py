@@ -81,9 +81,10 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     torch._dynamo.reset()  # compiled code keeps the models that it was made for
     with contextlib.suppress(Unavailable):
         forget_scales()
-    recipes, tags = cells(methods, batch), {"experiment": "methods", "batch": batch}
+    recipes = cells(methods, batch)
     recipes.popitem()  # the second time
-    by_run = {name: tags | {"method": of} for name, of in zip(recipes, methods, strict=True)}
+    tags = [{"experiment": "methods", "method": of, "batch": batch} for of in methods]
+    by_run = dict(zip(recipes, tags, strict=True))
     compiler: dict[str, Compilation] = {}
     options: dict[str, Any] = {"warmup": int(rounds > 1), "on_model": as_its_users_prepare_it}
     # Trainers side by side share the 8 variants that PyTorch allows a function.

@@ -754,9 +754,9 @@ with lab.attempt("577 rows through te.Linear", **refusal):
     metrics = {"failed": int(bool(message)), "message": message}
     lab.keep(Run("06", "fp8-te vision", tags=refusal, metrics=metrics))
     print("te.Linear:", message or "takes them")
-rows_577 = torch.randn(5, 577, 1024, device=lab.device)
-takes_any = FrozenFP8Linear.from_linear(nn.Linear(1024, 1024, device=lab.device))
-print("the frozen layer:", tuple(takes_any(rows_577).shape))
+tower = nn.Linear(1024, 1024, device=lab.device).requires_grad_(False)
+taken = FrozenFP8Linear.from_linear(tower)(torch.randn(5, 577, 1024, device=lab.device))
+print("the frozen layer:", tuple(taken.shape))
 
 # %% [markdown]
 # The tower does 2 % of a step's FLOPs, so it never was what held FP8 back.
