@@ -234,7 +234,7 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # **Question.** Five methods, six batch sizes. Which saves time, which saves memory?
 #
 # *fp8-te* is the article's FP8, Transformer Engine's, in the frozen layers. *compile* compiles the blocks one by one, *fixed* does so on small squares.
-# *qlora* has 4-bit weights. At batch 1 stand two more: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing,
+# *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing,
 # and has *eager-fixed* instead. All compute their blocks again in the backward pass. The article doesn't say so, but only then its
 # 16 GB hold 15 GB of weights.
 #
@@ -258,7 +258,7 @@ my_crossing_batch: float | None = None  # a batch size
 lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
-# One comparison a batch size, in interleaved rounds, BF16 twice (`compared` in `labutils/labs/lab06_anyres.py`).
+# Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -451,7 +451,7 @@ my_sum: float | None = None  # in percent
 lab.predict("compiling and fewer FLOPs", my_sum, "%")
 
 # %% [markdown]
-# Below, the same sum of our own steps, at each batch size that was measured.
+# The table has the article's two ends, and our own steps at each batch size that was measured.
 
 # %%
 def sums(found):
@@ -480,8 +480,8 @@ lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="me
 # constant shapes. A negative rest points to a host that sets the pace, so that less work saves less time.
 #
 # For that rest there is an experiment of one change: images of varied shapes, compiled blocks, and rows either as long as they come
-# (*blocks compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. The comparison holds
-# section 6's ladder as well.
+# (*blocks compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. `any_shape` measures
+# them together with section 6's ladder.
 
 # %%
 uniform.release_weights()
@@ -793,7 +793,7 @@ print(f"one recipe, five seeds: {one.min():.4f} to {one.max():.4f}")
 print("the other against it, seed by seed:", [f"{change:+.1%}" for change in other / one - 1])
 
 # %% [markdown]
-# The spread over seeds is far larger than the effect. Yet the effect has one sign on every seed.
+# The spread over seeds is far larger than the effect. Paired, the effect has one sign on every seed.
 #
 # **Your prediction:** the spread of BF16's final loss over seeds, largest over smallest, in percent.
 
