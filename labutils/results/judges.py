@@ -308,7 +308,9 @@ def in_range(claim: Claim, runs: Runs) -> Judgement:
     value, low, high = (sum(part[place] for part in parts) for place in range(3))
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     verdict = _settle([_inside(low, high, least, most)])
-    why = f"The range: {least:g} to {most:g}."
+    ends = {"at least": least, "at most": most}
+    asked = [f"{word} {end:g}" for word, end in ends.items() if math.isfinite(end)]
+    why = f"Asked: {' and '.join(asked)}."
     return Judgement(claim, verdict, shown(value, how["metrics"][0]), why)
 
 

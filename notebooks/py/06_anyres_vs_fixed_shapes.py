@@ -835,7 +835,7 @@ by_seed = lab.measured_together(
 
 # %%
 base = np.array(by_seed["loss bf16"].samples["final_loss"])
-for name, run in by_seed.items():
+for name, run in list(by_seed.items())[1:]:
     if run.ok:
         against = np.array(run.samples["final_loss"]) / base - 1
         print(f"{name}, against BF16 seed by seed:", [f"{change:+.2%}" for change in against])
