@@ -696,6 +696,7 @@ def with_lora(before=None, after=None, spared=()):
     chosen = [name for name in names if not name.endswith(spared)]
     for name in chosen if before else ():
         model.set_submodule(name, before(model.get_submodule(name)))
+    torch.manual_seed(1)  # the same adapters, whatever drew random numbers before
     inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=names), model)
     for name in chosen if after else ():
         layer = model.get_submodule(name)
@@ -753,6 +754,8 @@ makes |= dict.fromkeys(("te, FP8 only", "te, transposes dropped"), {"before": fp
 makes |= {"te, sensitive in BF16": {"before": fp8_only, "spared": SENSITIVE}}
 steps, by_layer = {}, {}
 for name, make in makes.items():
+    if name.startswith("te, ") and len(steps) == 2 and name != "te, FP8 only":
+        continue  # the first of them failed
     tags = {"experiment": "fp8 weights", "layer": name}
     with lab.attempt(name, instead=lambda: None, **tags):
         model = None  # of a make that failed
