@@ -685,6 +685,7 @@ mistral |= {"vocab_size": 512}
 SENSITIVE = ("o_proj", "down_proj")
 
 
+# %%
 def with_lora(before=None, after=None, spared=()):
     """Four blocks whose layers are replaced `before` PEFT wraps them, or `after`."""
     torch.manual_seed(0)
