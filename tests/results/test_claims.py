@@ -81,6 +81,8 @@ AWAITED = [
     {"experiment": "compile mode", "loop": "plain"},
     {"experiment": "one shape"},
     {"experiment": "losses by seed"},
+    {"experiment": "outlier"},
+    {"experiment": "ladder", "rung": "packed, 4 bits"},
 ]
 """Tags of runs of which the reference has no record yet."""
 
