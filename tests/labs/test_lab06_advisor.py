@@ -54,17 +54,9 @@ def test_why_a_method_is_left_out():
 
 
 def test_options_are_the_measured_cells_of_a_batch_size():
-    runs = Runs(
-        [
-            cell("bf16", 1, 1000),
-            cell("bf16", 1, 900, again=True),
-            cell("compile", 1, 500),
-            cell("nf4", 1, 600),
-            cell("bf16", 4, 4000),
-            cell("qlora", 1, 800, status="oom"),
-        ]
-    )
-    options = options_from(runs, 1)
+    cells = [cell("bf16", 1, 1000), cell("bf16", 1, 900, again=True), cell("compile", 1, 500)]
+    cells += [cell("nf4", 1, 600), cell("bf16", 4, 4000), cell("qlora", 1, 800, status="oom")]
+    options = options_from(runs := Runs(cells), 1)
     assert options["step_s"].to_dict() == {"bf16": 1.0, "compile": 0.5, "nf4": 0.6}
     assert options["loss_change"]["compile"] == 0 and math.isnan(options["loss_change"]["nf4"])
     with pytest.raises(ValueError, match="batch size 2"):

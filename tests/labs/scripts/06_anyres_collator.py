@@ -28,8 +28,7 @@ def image_tokens(height, width):
     return SIDE**2 + down * (across + 1)
 
 
-words = models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>")
-tokenizer = Tokenizer(words)
+tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, "<unk>"))
 tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
 tokenizer.add_special_tokens(["<pad>", "<unk>", "</s>", "<image>"])
 special = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
@@ -52,9 +51,8 @@ def collate(examples):
     texts = [f"<image> Describe {answer} </s>" for answer in answers]
     batch = processor(text=texts, images=images, return_tensors="pt", padding=True)
     ids, there = batch["input_ids"], batch["input_ids"] == processor.image_token_id
-    answered = (ids != processor.image_token_id) & (batch["attention_mask"] == 1)
-    answered &= ids != WORDS.index("Describe")
-    batch["labels"] = ids.masked_fill(~answered, -100)
+    prompt = there | (ids == WORDS.index("Describe")) | (batch["attention_mask"] == 0)
+    batch["labels"] = ids.masked_fill(prompt, -100)
     batch["places"] = torch.where(there, there.flatten().cumsum(0).view_as(ids) - 1, -1)
     return batch
 
@@ -68,9 +66,8 @@ assert batch["pixel_values"].shape[1] == tiles
 assert (batch["labels"] != -100).sum(1).tolist() == [2] * len(shapes)  # rust </s>
 
 text, image = torch.randn(*batch["input_ids"].shape, 8), torch.randn(sum(counted), 8)
-there = batch["input_ids"] == processor.image_token_id
-merged = text.masked_scatter(there[..., None], image)  # asks the device how many there are
 places = batch["places"]
+merged = text.masked_scatter(places[..., None] >= 0, image)  # a device has to count them
 placed = torch.where(places[..., None] >= 0, image[places.clamp(min=0)], text)
 torch.testing.assert_close(placed, merged)
 print(f"tokens {counted}, {(batch['attention_mask'] == 1).float().mean():.0%} of the batch useful")
