@@ -13,7 +13,7 @@ RESULTS ?= results/course
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 OURS    := $(VENV)/.made-by-make
-SELDOM  := '/tests?/|/testing/|/transformers/models/|/diffusers/pipelines/|/pip/|/setuptools/'
+SELDOM  := '/tests?/|/testing/|/transformers/models/|/diffusers/(modular_)?pipelines/|/pygments/lexers/|/(pip|setuptools|fontTools|debugpy|playwright|jedi|torchgen|prompt_toolkit)/|/sympy/(physics|stats|combinatorics|vector|diffgeom)/'
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 LABUTILS := $(BIN)/python -m labutils.cli
 # Of what pip says: each large download, a line for every 40 packages, and everything where it fails.

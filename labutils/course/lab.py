@@ -55,6 +55,9 @@ def _hush() -> None:
     # Plain progress bars survive batch runs, and Jax, which Transformer Engine finds, is of no use.
     warnings.filterwarnings("ignore", message="IProgress not found")
     warnings.filterwarnings("ignore", message="Detected a Jax installation")
+    # The profiler of one cycle has none before it; gradients meet a captured step's other stream.
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
     # bitsandbytes would fetch an optional CPU kernel; the profiler tells each start and stop.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -12,9 +12,8 @@ from labutils.results.records import Run, summarise
 
 def machine_run() -> Run:
     """All that the probe measures, and what this PyTorch was compiled for."""
-    samples = probe_machine().samples
-    run = Run("00", "machine", tags={"experiment": "machine"}, samples=samples)
-    run.metrics = {item: summarise(values) for item, values in samples.items()}
+    run = Run("00", "machine", tags={"experiment": "machine"}, samples=probe_machine().samples)
+    run.metrics = {item: summarise(values) for item, values in run.samples.items()}
     if architectures := cuda.architectures():
         run.metrics["torch_architectures"] = architectures
     return run
@@ -25,24 +24,17 @@ def operation_runs(scale: str, device: str, dtype: str) -> dict[str, Run]:
     `reached`, the floor's share of the time."""
     probe, runs = probe_machine(), {}
     for one in course_operations(scale, device, dtype):
-        timing = measure_operation(one)
-        samples = {"alone_ms": timing.alone_ms, "called_ms": timing.called_ms}
+        alone = measure_operation(one).alone_ms
         floor = probe.roofline(one.dtype).floor_ms(one.flops, one.bytes)
-        run = Run("00", one.name, samples=samples)
+        run = Run("00", one.name, samples={"alone_ms": alone})
         run.tags = {"experiment": "operation", "operation": one.name}
-        run.metrics = {name: summarise(values) for name, values in samples.items()} | {
+        run.metrics = {
+            "alone_ms": summarise(alone),
             "flops": one.flops,
             "bytes": one.bytes,
             "intensity": one.intensity,
             "floor_ms": floor,
-            "reached": floor / median(timing.alone_ms),
+            "reached": floor / median(alone),
         }
         runs[one.name] = run
     return runs
-
-
-def module_factor(run: Run | None) -> float | None:
-    """How many times a bare launch the launch of a module's kernel costs the host; None where it
-    was not measured."""
-    module, bare = (run.metric(name) if run else None for name in ("module_launch_us", "launch_us"))
-    return module / bare if module and bare else None

@@ -1,5 +1,5 @@
-"""Lab 02's own: what a kernel costs the host on this machine, and the checks of two exercises,
-whose answers are computed from the traces they are about.
+"""The checks of two of lab 02's exercises, whose answers are computed from the traces that they are
+about.
 """
 
 from __future__ import annotations
@@ -10,48 +10,11 @@ import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from statistics import median
-from types import SimpleNamespace
 
-import torch
-from torch import nn
 from torch.profiler import record_function
 
-from labutils.profiling import cuda
 from labutils.profiling.intervals import difference
-from labutils.profiling.trace import Trace, profile
-from labutils.results.records import read_runs
-
-
-def host_us_per_kernel(results: Path, machine: dict) -> float:
-    """What a kernel costs the host in a module under autograd and autocast, in microseconds: as
-    lab 00 measured it on this machine, else measured now. On a CPU, an operator.
-    """
-    runs = read_runs(results).select("00", experiment="machine")
-    same = [run for run in runs if run.machine.get("gpu") == machine.get("gpu")]
-    known = [run.metric("module_launch_us") for run in same]
-    return next((us for us in known if us), None) or _measured_host_us()
-
-
-def _measured_host_us() -> float:
-    device = "cuda" if cuda.available() else "cpu"
-    layers = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.SiLU()) for _ in range(16)]
-    model, x = nn.Sequential(*layers).to(device), torch.randn(8, 64, device=device)
-
-    def step() -> None:
-        with torch.autocast(device, torch.float16, enabled=device == "cuda"):
-            loss = model(x).square().mean()
-        loss.backward()
-
-    with tempfile.TemporaryDirectory() as folder:
-        trace = profile(SimpleNamespace(step=step), steps=1, folder=folder, with_stack=False)
-    seconds = []
-    for _ in range(20):
-        cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
-    return 1e6 * median(seconds) / len(trace.launched())
+from labutils.profiling.trace import Trace
 
 
 def answers_in(trace: Trace) -> dict[str, float]:

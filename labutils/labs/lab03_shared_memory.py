@@ -21,7 +21,7 @@ from labutils.results.records import Run
 
 PAGE = 4096
 """A batch's token ids take a page."""
-LIMIT_S = 60.0
+LIMIT_S = 180.0
 NEW_MOUNTS = (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"])
 """Ways to a process with mounts of its own: as the administrator, or as the root of a user
 namespace."""

@@ -47,7 +47,7 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     bench.prepare({name: recipes[name] for name in ALONE if name in recipes})
     with ThreadPoolExecutor() as pool:
         if on_gpu:
-            tried = {name: pool.submit(_try_mode, bench, *mode) for name, mode in modes().items()}
+            tried = {mode: pool.submit(_try_mode, bench, mode) for mode in MODES}
             for name in AHEAD:
                 pool.submit(try_isolated, bench.workload, recipes[name], 1)
         bench.prepare(recipes)
@@ -67,16 +67,8 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     return in_lanes(runs, A1_LADDER) | {name: run.result() for name, run in tried.items()}
 
 
-def modes() -> dict[str, tuple[Recipe, dict[str, str | int]]]:
-    """Name -> recipe and tags of the modes that make graphs; the last one is the control."""
-    recipes = {mode: STOCK.but(compile=mode) for mode in MODES}
-    tagged = {n: (r, {"experiment": "compile mode", "mode": n}) for n, r in recipes.items()}
-    recipe, tags = tagged[MODES[0]]
-    control = recipe.but(accumulation=1), tags | {"accumulation": 1}
-    return tagged | {f"{MODES[0]}, accumulation=1": control}
-
-
-def _try_mode(bench: Benchmark, recipe: Recipe, tags: dict[str, str | int]) -> Run:
+def _try_mode(bench: Benchmark, mode: str) -> Run:
+    recipe = STOCK.but(compile=mode)
     run = try_isolated(bench.workload, recipe, 6, "tiny", environment=LIBRARY_KERNELS)
-    run.tags = tags
+    run.tags = {"experiment": "compile mode", "mode": mode}
     return run

@@ -26,7 +26,6 @@ from labutils.layers.quantization.fp8_linear import (
 from labutils.layers.quantization.fp8_math import E4M3, amax, scale_for
 from labutils.profiling import compat, cuda
 from labutils.profiling.operations import Operation, measure_operation
-from labutils.recipe import Unavailable
 from labutils.results.records import Run, summarise
 
 BF16 = "BF16"
@@ -44,14 +43,8 @@ def time_products(sizes: Sequence[int]) -> tuple[Run, Run]:
 
     The first has samples and summaries named "BF16 512", in milliseconds of the GPU alone; the
     second `fp8_over_bf16`, the rate of the largest size over BF16's, and `fp8_wins_from_n`, the
-    smallest size from which on `FUSED` wins, if it does. Raises `Unavailable` without FP8 tensor
-    cores.
+    smallest size from which on `FUSED` wins, if it does.
     """
-    if not cuda.available() or product_kind(torch.device("cuda")) == "emulated":
-        raise Unavailable(
-            "FP8 products need an NVIDIA GPU of compute capability 8.9 or more (Ada, Hopper, "
-            "Blackwell)"
-        )
     run = Run("05", "gemm-times", tags={"experiment": "gemm-times"})
     for n in sizes:
         for kind in PRODUCT_KINDS:
@@ -63,8 +56,9 @@ def time_products(sizes: Sequence[int]) -> tuple[Run, Run]:
     gemm = Run("05", "gemm", tags={"experiment": "gemm"})
     pairs = zip(*(run.samples[f"{kind} {sizes[-1]}"] for kind in (BF16, ONE_SCALE)), strict=False)
     gemm.metrics = {"fp8_over_bf16": summarise([bf16 / fp8 for bf16, fp8 in pairs])}
-    if wins := wins_from(run, FUSED, BF16, sizes):
-        gemm.metrics["fp8_wins_from_n"] = wins
+    lost = [n for n in sizes if run.metric(f"{FUSED} {n}") >= run.metric(f"{BF16} {n}")]
+    if won := [n for n in sizes if n > max(lost, default=0)]:
+        gemm.metrics["fp8_wins_from_n"] = won[0]
     return run, gemm
 
 
@@ -103,17 +97,6 @@ def _cast(x: Tensor, scale: Tensor) -> Tensor:
     return (x * scale).to(E4M3.dtype)
 
 
-def wins_from(times: Run, kind: str, other: str, sizes: Sequence[int]) -> int | None:
-    """The smallest of `sizes`, in rising order, from which on `kind` takes less time than `other`
-    at every larger size as well; None where it loses at the largest."""
-    first = None
-    for n in reversed(sizes):
-        if times.metric(f"{kind} {n}") >= times.metric(f"{other} {n}"):
-            break
-        first = n
-    return first
-
-
 def layer_costs(kind: str, x: Tensor, out: int, compiled: bool = False) -> Run:
     """The run of what one frozen layer of a kind of `labutils.layers.quantization.convert` costs,
     on x [rows, width], on its device and in its format, with `out` outputs.
@@ -123,17 +106,15 @@ def layer_costs(kind: str, x: Tensor, out: int, compiled: bool = False) -> Run:
     gradient of its input, as called from Python; `workspace_mb`: what stays allocated after a first
     such layer is gone, once for all layers. Raises `Unavailable` where the kind is.
     """
-    run = Run("05", f"layer {kind}", tags={"experiment": "layer", "layer": kind})
-    if compiled:
-        run.run, run.tags = f"{run.run}, compiled", run.tags | {"compiled": True}
-    before, on_gpu = _allocated(), x.device.type == "cuda"
-    if on_gpu:
-        _costs(kind, x, out, compiled)  # the first layer of a kind: workspaces are made
-    workspace = {"workspace_mb": (_allocated() - before) / 1e6} if on_gpu and not compiled else {}
+    tags = {"experiment": "layer", "layer": kind} | ({"compiled": True} if compiled else {})
+    run = Run("05", f"layer {kind}" + ", compiled" * compiled, tags=tags)
+    before = _allocated()
     run.metrics, ms = _costs(kind, x, out, compiled)
     if ms:
+        workspace = _allocated() - before  # the first layer of a kind leaves it behind
+        run.metrics, ms = _costs(kind, x, out, compiled)
         run.samples, run.metrics["step_ms"] = {"step_ms": ms}, summarise(ms)
-    run.metrics |= workspace
+        run.metrics |= {} if compiled else {"workspace_mb": workspace / 1e6}
     return run
 
 

@@ -39,6 +39,7 @@ class Ladder:
 ARTICLE, WORK, MATHEMATICS = LANES
 WORKERS = {"num_workers": 8, "persistent_workers": True}
 NO_WORKERS = {"num_workers": 0, "persistent_workers": False}
+NO_WAITS = {"logging": "ring-buffer", "optimizer": "adamw-fused"}
 CHANNELS_LAST = {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True}
 CACHED = {"cache": "latents+text", "compile_scope": "model"} | NO_WORKERS
 MERGED = {"micro_batch": 4, "accumulation": 1, "streams": 1}
@@ -49,8 +50,7 @@ A1_LADDER = Ladder(
     Rung("compile", ARTICLE, {"compile": "default"}, "fewer kernels, less Python between them"),
     Rung("pinned", ARTICLE, {"pin_memory": True, "non_blocking": True}, "no wait for copies"),
     Rung("plain loop", WORK, {"driver": "eager"}, "PyTorch without accelerate"),
-    Rung("device log", WORK, {"logging": "ring-buffer"}, "the loop reads no loss"),
-    Rung("fused optimizer", WORK, {"optimizer": "adamw-fused"}, "one kernel, no question to it"),
+    Rung("no host waits", WORK, NO_WAITS, "the loop reads no loss, the optimizer asks nothing"),
     Rung("whole-step graph", WORK, {"driver": "graph"} | WORKERS, "one launch for four images"),
     Rung("channels last", WORK, CHANNELS_LAST, "the layout that tensor cores want, kept"),
     Rung("encoders compiled", WORK, {"compile_scope": "everything"}, "they launch kernels, too"),

@@ -35,8 +35,7 @@
 # | `small` | a GPU of 8 GB | 1 minute |
 # | `full` | a GPU of 40 GB | 1.5 minutes |
 #
-# You need no network: models are built from their published sizes. Most of this lab is mathematics and counting, which hold on
-# any machine.
+# You need no network: models are built from their published sizes.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -86,7 +85,7 @@ elif device == "cpu":
 #
 # **Technique.** It is. $A$ starts random and $B$ at zero, so their product is zero, and training begins exactly at the
 # pretrained model. The factor $\alpha/r$ is meant to spare you a new learning rate at each rank. With Adam the correction
-# still shrinks as $r$ grows: see Kalajdzievski, at the end.
+# still shrinks as $r$ grows: see Kalajdzievski.
 
 
 # %%
@@ -310,7 +309,8 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 # ridge in lab 00 is 185 FLOP per byte, so that is 18 % at 4,096.
 #
 # That is a fused layer's price. Our class writes each product first and adds it afterwards, in both directions: $12nd$, or
-# 27 %, less what a cache still holds. `torch.addmm(y, h, B.T)` saves two of the twelve.
+# 27 %. A cache makes it less, thin products that miss their floor make it more. `torch.addmm(y, h, B.T)` saves two of the
+# twelve.
 #
 # **Your prediction:** what LoRA of rank 8 adds to the wider layer's time here, in percent.
 
@@ -339,6 +339,7 @@ def layers_of(d):
         "LoRA, r = 8": LoRA(linear(), 8, 8),
         "LoRA, r = 64": LoRA(linear(), 64, 64),
         "all trained": linear(),
+        "frozen again": linear().requires_grad_(False),
     }
 
 
@@ -346,13 +347,13 @@ def floors_ms(n, d, size, floor_ms):
     frozen = floor_ms(4 * n * d**2, (4 * n * d + 2 * d**2) * size)
     adapter = {r: floor_ms(12 * n * r * d, 8 * n * d * size) for r in (8, 64)}
     weight = floor_ms(2 * n * d**2, (2 * n * d + d**2) * size)
-    return [frozen, frozen + adapter[8], frozen + adapter[64], frozen + weight]
+    return [frozen, frozen + adapter[8], frozen + adapter[64], frozen + weight, frozen]
 
 
 # %% [markdown]
-# **Measurement.** The four take turns, nine rounds. Each round gives one ratio to the frozen layer; the last column is the
-# median of these nine, not the ratio of two medians. On a GPU each pass is replayed from a CUDA graph, so that the host
-# doesn't count. The narrow layer is SD1.5's.
+# **Measurement.** All take turns, nine rounds. Each round gives one ratio to the frozen layer, and the last column is their
+# median. The frozen layer takes part twice: what *frozen again* is off 1 is noise. On a GPU ten passes at a time are
+# replayed from a CUDA graph, so that the host doesn't count. The narrow layer is SD1.5's.
 
 # %%
 cost = []
@@ -530,15 +531,14 @@ lab.keep(
 )
 plots.breakdown(plt.gca(), {way: one.in_gb() for way, one in memory.items()}, unit="GB")
 less = memory["all trained, fp32"].total / memory["LoRA, bf16"].total
-print(
-    f"{less:.1f} times less memory, for {counts['qwen3_8b_total'] / counts['qwen3_8b_lora_r8']:.0f} times fewer trained numbers"
-)
+fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
+print(f"{less:.1f} times less memory, for {fewer:.0f} times fewer trained numbers")
 
 # %% [markdown]
 # Here LoRA keeps a little less than full training. Its norms are frozen as well, and need no longer keep what only their own
 # gradient takes.
 #
-# So far this was counting. When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
+# When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
 # narrow one, and read the peak of each phase. On a GPU that is `torch.cuda.reset_peak_memory_stats()` before a phase and
 # `max_memory_allocated()` after it.
 
@@ -574,11 +574,13 @@ lab.show(lab.keep(phases), names, experiment="memory by phase")
 
 # %% [markdown]
 # The first step misleads. Its passes run before AdamW makes its moments. From the second step on the moments stay, so the
-# second step decides. With all weights trained, its passes need three weights' worth and the activations. The update needs
-# five: AdamW's *foreach* form, PyTorch's default on a GPU, computes temporaries for all weights at once. The *fused* form
-# needs four. So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's
-# take half of one, so there the update of *foreach* decides: five times 3.4 GB. The narrow UNet's take three. With LoRA the peak lies in
-# the passes, and the rank hardly moves it.
+# second step decides. With all weights trained, its forward pass needs three weights' worth and the activations. When its
+# backward pass ends, there are four: weights, gradients and two moments. The *fused* update needs no more than these four.
+# AdamW's *foreach* form, PyTorch's default on a GPU, needs five: it computes temporaries for all weights at once.
+#
+# So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's take half of
+# one. There *foreach* peaks in its update, at five times 3.4 GB, and *fused* needs about four times. The narrow UNet's
+# activations take three, so its peak lies in the passes. With LoRA it always does, and the rank hardly moves it.
 #
 # **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and next to nothing of what grows with the
 # batch. For that there are checkpointing, fused kernels and smaller number formats.
@@ -627,8 +629,8 @@ print(check_least_rank(least_rank))
 
 # %% [markdown]
 # **3. LoRA on a convolution.** Write it yourself. $A$ is a convolution like the frozen one, with only $r$ output channels.
-# $B$ is a 1 × 1 convolution from these to all output channels. Neither has a bias. The check fills both with PEFT's
-# numbers, and compares output and gradients.
+# $B$ is a 1 × 1 convolution from these to all output channels. Neither has a bias. The check merges your $BA$ into the
+# frozen kernel, and compares the outputs.
 
 
 # %% tags=["exercise"]
@@ -694,7 +696,7 @@ lab.done(
         "error of rank 4 on a correction of rank 8": errors["eight equal singular values"][
             "LoRA, trained"
         ][4],
-        "an adapter adds to a wide layer": 100 * (cost[5].metric("times") - 1),
+        "an adapter adds to a wide layer": 100 * (cost[6].metric("times") - 1),
         "noise of merging into bf16": 100 * merging["torch.bfloat16"],
         "less memory for Qwen3-8B with LoRA": less,
     }

@@ -73,7 +73,7 @@ from torch.utils.data import DataLoader, Dataset
 
 # %%
 from labutils.course import plots
-from labutils.labs.lab02_profile import check_profiled, check_reading, host_us_per_kernel
+from labutils.labs.lab02_profile import check_profiled, check_reading
 from labutils.profiling.trace import SHARES, Trace, cut_to_micro_step, profile
 from labutils.recipe import STOCK
 from labutils.results.records import REFERENCE
@@ -147,7 +147,7 @@ batches = chain.from_iterable(repeat(loader))  # epoch after epoch
 # %%
 def optimizer_step():
     mean = 0.0
-    for _ in range(4):
+    for number in range(4):
         with record_function("data"):
             pixels, tokens = (t.to(device) for t in next(batches))  # two copies: the host waits
         with record_function("encode"), torch.no_grad():
@@ -160,15 +160,16 @@ def optimizer_step():
             mean += loss.item() / 4  # for the log: the host waits
         with record_function("backward"):
             scaler.scale(loss / 4).backward()
+        if number == 3:  # the last micro-step
+            with record_function("clip"):
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(lora, 1.0)
+            with record_function("optimizer"):
+                scaler.step(optimizer)  # did a gradient overflow? The host waits
+                scaler.update()
+                optimizer.zero_grad()
         with record_function("log"):
             loss.item()  # for the progress bar: the host waits
-    with record_function("clip"):
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(lora, 1.0)
-    with record_function("optimizer"):
-        scaler.step(optimizer)  # did a gradient overflow? The host waits
-        scaler.update()
-        optimizer.zero_grad()
     return mean
 
 
@@ -204,7 +205,7 @@ prof.stop()
 # The file is JSON: a list of events, with times in microseconds.
 
 # %%
-(path,) = (traces / "small").glob("*.pt.trace.json")
+*_, path = sorted((traces / "small").glob("*.pt.trace.json"))
 events = json.loads(path.read_text())["traceEvents"]
 marks = [event for event in events if event.get("cat") == "user_annotation"]
 recorded = sum(mark["name"].startswith("ProfilerStep#") for mark in marks)
@@ -225,6 +226,7 @@ assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %%
 inputs = (torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
+unet(*inputs)  # the first call loads kernels
 with torch.profiler.profile() as prof:
     unet(*inputs)
 print(prof.key_averages().table(sort_by="self_cpu_time_total", row_limit=6))
@@ -264,17 +266,33 @@ plt.show()
 #
 # **Question.** How long does a step take without the profiler?
 #
-# **Technique.** Recording slows the host down, so a trace's host times are too long. Its *counts* are right. And what one
-# image costs can be timed alone:
+# **Technique.** Recording slows the host down, so a trace's host times are too long. Its *counts* are right. So time the
+# small loop without the profiler, take off its images, and divide by its kernels. The host needs that long for one:
+
+
+# %%
+def ms_each(call):
+    """Median milliseconds of ten calls, without the profiler."""
+    taken = []
+    for _ in range(10):
+        began = time.perf_counter()
+        call()
+        taken.append(1e3 * (time.perf_counter() - began))
+    return median(taken)
+
+
+small_ms = ms_each(optimizer_step) - 4 * ms_each(lambda: next(batches))
+launches = len(same.launched()) / same.steps  # without a GPU: operators
+host_us = 1e3 * small_ms / launches
+print(f"the small loop: {small_ms:.0f} ms / {launches:,.0f} kernels = {host_us:.1f} us each")
+
+# %% [markdown]
+# The real loop calls the same kinds of modules. Count its kernels, and time its images alone:
 
 # %%
 dataset = bench.candidates["stock"].trainer.dataset
-began = time.perf_counter()
-for index in range(4):
-    dataset[index]
-image_ms = 1e3 * (time.perf_counter() - began) / 4
-kernels = len(trace.launched()) / trace.steps  # without a GPU: operators
-host_us = host_us_per_kernel(lab.results_dir, lab.machine)  # lab 00's second constant
+image_ms = ms_each(lambda: dataset[0])
+kernels = len(trace.launched()) / trace.steps
 host_ms, gpu_ms = kernels * host_us / 1e3, sum(k.ms for k in trace.kernels) / trace.steps
 formula_ms = 4 * image_ms + max(host_ms, gpu_ms)
 print(f"host: {kernels:,.0f} x {host_us:.1f} us = {host_ms:.0f} ms, GPU: {gpu_ms:.0f} ms")
@@ -282,8 +300,9 @@ print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {form
 
 # %% [markdown]
 # Reading images, launching kernels: the host does both, one after the other, while the GPU runs kernels. A kernel
-# inside a module costs the host several times a bare launch, because Python, autograd and autocast take part. On a CPU an
-# operator also does its work in that time, so there the formula is a lower bound.
+# inside a module costs the host several times a bare launch, because Python, autograd and autocast take part: lab 00's
+# second constant. On a CPU an operator also does its work in that time. The real network's operators are larger, so there
+# the formula may say too little.
 #
 # **Your prediction:** the time of an optimizer step, in ms. Take the formula's number, or correct it.
 
@@ -303,13 +322,14 @@ lab.show([lab.keep(stock)], names | {"floor_ms": "floor, ms"}, experiment="stock
 lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 
 # %% [markdown]
-# On the H200 a step took 533 ms, 179 of them for data. A bare launch costs its host 3.9 µs. For 23,511 kernels that is 91 ms,
-# less than the 156 ms of the kernels themselves. So with a bare launch the formula would say 179 + 156 = 335 ms, and miss
-# 198 ms. Dividing the other 354 ms by the kernels gives 15.1 µs each. That is no prediction, since it uses the measured step.
-# Only a constant measured elsewhere tests the formula: a module's launch, from lab 00.
+# Why not a bare launch? Take a first recording on an H200. A step took 533 ms, 179 of them for data. A bare launch cost
+# its host 3.9 µs. For 23,511 kernels that is 91 ms, less than the 156 ms of the kernels themselves. So the formula would
+# say 179 + 156 = 335 ms, and miss 198 ms. Dividing the other 354 ms by the kernels gives 15.1 µs each. That is no
+# prediction, since it uses the measured step. Only a constant measured elsewhere tests the formula, such as the small
+# loop's.
 #
-# Profiled, the same step took 861 ms. The *floor* is the time that its arithmetic needs at the GPU's measured rate. Hosts
-# differ: 504 to 1,156 ms for this step on the same GPU.
+# Profiled, that step took 861 ms. The *floor* is the time that its arithmetic needs at the GPU's measured rate. Hosts
+# differ: 504 to 1,156 ms for this step on the same kind of GPU.
 #
 # **Takeaway.** A step takes data, and then what is longer: kernels times the host's time for one, or the kernels themselves.
 # Trust a profile for counts, order and kernels. Trust a clock for the host.
@@ -320,7 +340,7 @@ lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 # **Question.** The article watched `nvitop` and read 44 % on average. What is that number?
 #
 # **Technique.** `nvitop` and `nvidia-smi` ask the driver. It answers with the share of its last sampling period in which
-# *any* kernel ran.
+# *any* kernel of any process ran.
 
 # %%
 with lab.attempt("Reading nvitop"):
@@ -425,11 +445,12 @@ plt.show()
 lab.verdict("A1.overheads.host", "A1.stock.data", "A1.stock.launches")
 
 # %% [markdown]
-# Profiling stretches the host's time. On the H200 the step took 1.6 times as long; without its data, 1.8 times. The second
-# bar takes that out again: kernels as recorded, the wait for data as timed, the rest in the recorded proportions.
+# Profiling stretches the host's time. In the recording of section 3 the step took 1.6 times as long; without its data,
+# 1.8 times. The second bar takes that out again: kernels as recorded, the wait for data as timed, the rest in the recorded
+# proportions.
 #
-# **Takeaway.** A GPU idles in two ways. A few long gaps wait for images: lab 03. On the H200 they were four a step, of about
-# 50 ms each while profiled. Thousands of tiny ones wait for the next launch: lab 04.
+# **Takeaway.** A GPU idles in two ways. Four long gaps a step wait for images: lab 03. Thousands of tiny ones wait for the
+# next launch: lab 04.
 
 # %% [markdown]
 # ## 6 · Read a real trace
@@ -449,12 +470,12 @@ lab.table(("kind", "kernels", "ms"), *((kind, row["count"], row["ms"]) for kind,
 print(f"{micro_step.path.stat().st_size / 1e6:.2f} MB: {micro_step.path}")
 
 # %% [markdown]
-# Open that file at [ui.perfetto.dev](https://ui.perfetto.dev), *Open trace file*. Nothing is uploaded. It is the H200's,
-# where the course has one, else your own machine's, whose operators stand for kernels where there is no GPU. Keys: `w` and
-# `s` zoom, `a` and `d` move, drag to select and count. Exercise 1 asks three questions about it.
+# Open that file at [ui.perfetto.dev](https://ui.perfetto.dev), *Open trace file*. Nothing is uploaded. Where the course has
+# the H200's trace, it is that one, else your own machine's. In a trace without a GPU operators stand for kernels. Keys: `w`
+# and `s` zoom, `a` and `d` move, drag to select and count. Exercise 1 asks three questions about it.
 #
-# *Casts and layout* is what autocast costs, and changes between memory layouts. On the H200 it is the largest kind: over a
-# whole optimizer step 48 of 156 ms of kernels.
+# *Casts and layout* is what autocast costs, and changes between memory layouts. On the H200 it is the largest kind: nearly
+# a third of the kernels' time.
 #
 # **Takeaway.** Count first, then look: which kernels, how many, how far apart.
 
@@ -479,12 +500,13 @@ lab.predict("synchronisations in an optimizer step", my_syncs, "")
 # %%
 def lines_that_wait(step):
     """(file, line) -> how often an operator on it made the host wait in one step."""
-    torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
         step()
-    torch.cuda.set_sync_debug_mode("default")
-    return Counter((w.filename, w.lineno) for w in caught if "synchronizing" in str(w.message))
+        torch.cuda.set_sync_debug_mode("default")
+    waiting = (w for w in caught if "a synchronizing CUDA operation" in str(w.message))
+    return Counter((w.filename, w.lineno) for w in waiting)
 
 
 with lab.attempt("PyTorch's warnings of synchronisations"):
@@ -506,8 +528,8 @@ lab.table(("phase", "waits a step", "ms, profiled"), *rows)
 
 # %% [markdown]
 # On the H200 both witnesses count 17: eight copies, eight losses, and one read of `found_inf`, by which `GradScaler` learns
-# whether a gradient overflowed. Together they took 1.7 ms, profiled. Where it waits, this host is not ahead of the GPU. So a
-# wait costs nothing here.
+# whether a gradient overflowed. In the recording of section 3 they took 1.7 of 861 ms. Where it waits, that host is not
+# ahead of the GPU. So a wait costs it next to nothing.
 #
 # **Takeaway.** A wait costs the lead that the host has over the GPU. In the stock loop it has none. Once the loop is tuned,
 # it has.
@@ -567,8 +589,8 @@ print(f"a value written and flushed: {median(flush_ms):.2f} ms")
 # %% [markdown]
 # **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Eight
 # drawn latents a micro-step, instead of one image, let the GPU set the pace here, too, so that a wait can cost. GPU-busy
-# tells whether they did. Two such loops take turns. One reads each loss and flushes each step. The other keeps losses on the
-# device and writes them later.
+# tells whether they did. Two such loops take turns. *Synchronous* reads each loss and flushes each step. *Ring-buffer*
+# keeps losses on the device and writes them later.
 
 # %%
 paced = STOCK.but(micro_batch=8, cache="latents+text")
@@ -588,7 +610,9 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 
 # %% [markdown]
 # All times of idling and waiting here are profiled ones. The *optimizer wait* is how long the host stood in the scaler's
-# read. Were clipping a synchronisation, the host would stand in the clipping instead.
+# read. Were clipping a synchronisation, the host would stand in the clipping instead. A long wait in the read means that
+# the host was ahead. Then the GPU still has work during the clipping. It idles behind the read, while the host launches
+# AdamW.
 #
 # **Takeaway.** A trace shows where the host *was* during a gap. That need not be *why* the GPU had nothing to do. Test a
 # suspect alone before you blame it.

@@ -170,7 +170,7 @@ lab.show([reading], ("all_ms", "decode_ms", "resize_ms"), experiment="reading")
 def loop_ms(workers, compute_ms):
     """Milliseconds a batch of a loop that takes one and computes for so long."""
     loader = DataLoader(
-        mine,
+        Subset(mine, range(16)),
         batch_size=1,
         shuffle=True,
         num_workers=workers,
@@ -223,8 +223,9 @@ lab.table(
 )
 
 # %% [markdown]
-# Fitted to two of them, the formula gives the others within 5 %, but for eight workers. At one worker $r/w$ and $c$ nearly meet,
-# and a real queue of uneven batches does a little worse than both. Nothing in the formula rises to the right: what slows down eight workers is not in it.
+# Fitted to two of them, the formula gives the others within 5 %, but for eight workers. At one worker $r/w$ and $c$ nearly
+# meet, and a real queue of uneven batches does a little worse than both. Nothing in the formula rises to the right: what
+# slows down eight workers is not in it.
 #
 # And this machine? A few steps of the real loop without workers give both numbers: the host's wait for data is $r$, the rest
 # is $c$.
@@ -293,16 +294,16 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # %% [markdown]
 # How to read this:
 #
-# - **Off without workers:** the formula passes through that point. It can't be.
+# - **At no workers:** the formula passes through the point, because $r$ and $c$ come from it.
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
-# - **Below the line:** $c$ contains something that reading disturbed, such as the host's caches. A host that got faster
+# - **Below the line:** $c$ can contain what reading disturbed, such as the host's caches. A host that got faster
 #   between rounds does not count: the rounds interleave.
 # - **The best number:** intervals that overlap are one plateau. On a plateau, "three is the optimum" is noise; choose the
 #   smallest number on it.
 #
-# Workers shorten the wait, not the computation. On our H200 one worker is enough, since $r$ is less than half of $c$ there.
-# What remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 504 to 1,156 ms on the same
-# GPU. $r$ and $c$ both belong to the host, so the *ratio* is what a second machine may share.
+# Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough. What
+# remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 504 to 1,156 ms on the same
+# kind of GPU. $r$ and $c$ both belong to the host, so the *ratio* is what a second machine may share.
 #
 # **Takeaway.** Take the fewest workers with $r/w \le c$. What is left to gain then lies in $c$.
 
@@ -342,8 +343,8 @@ for workers_are, persistent in {"started anew": False, "persistent": True}.items
 lab.verdict("A4.pytorch.persistent")
 
 # %% [markdown]
-# An epoch of the article's 1,221 examples has 305 steps: some 43 seconds there, two to four minutes beside our H200. A tenth of
-# a second at its start is nothing. With epochs of ten steps it is a lot.
+# An epoch of the article's 1,221 examples takes 1,221 micro-steps of 141 ms: nearly three minutes. A tenth of a second at its
+# start is nothing. In an epoch of one second it is a lot.
 #
 # Now the queue. It makes nothing faster, but evens out. Here every eighth file is slow. On average reading is fast enough:
 # 13.5 ms a batch, where computing takes 15.
@@ -368,9 +369,7 @@ def epoch_s(prefetch):
 
 
 for prefetch in (1, 2, 8):
-    print(
-        f"prefetch_factor={prefetch}: {epoch_s(prefetch):.2f} s; computing alone {32 * 0.015:.2f} s"
-    )
+    print(f"prefetch_factor={prefetch}: {epoch_s(prefetch):.2f} s; computing alone 0.48 s")
 
 # %% [markdown]
 # Eight batches bridge one slow read of 80 ms, two don't. The images of this lab all take the same time: there is nothing to
@@ -503,7 +502,8 @@ with lab.attempt("Copies from pageable and pinned memory"):
 lab.verdict("A1.pin.needs-both")
 
 # %% [markdown]
-# Behind queued work a blocking copy waits for that work as well. That is the larger loss, in a loop that asks the GPU nothing.
+# Behind queued work three of the four copies wait for that work as well. That is the larger loss, in a loop that asks the GPU
+# nothing else. Only the pinned, non-blocking copy lets the host go on at once.
 #
 # **Measurement.** And the step? Three workers, with and without both, in the rounds of section 3:
 
@@ -515,10 +515,10 @@ with lab.attempt("Pinned memory in the loop"):
 lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
-# Two things change, as our earlier records show. The four copies hold the host for 0.3 ms a step instead of 2.6. The wait for
-# data falls, too: from 19.4 to 0.9 ms of 474, since the pinning thread takes batches from the workers. Together that is at most
-# 4 to 5 % of a step. On that host the step stayed the same all the same. On a busier one it got 23 % slower. A likely cause,
-# which nobody tested: the pinning thread belongs to the training process, and competes with the loop for Python's interpreter.
+# Two things change. The copies hold the host for less time, and the wait for data falls, since a pinning thread takes batches
+# from the workers. In our earlier records that was 2.6 to 0.3 ms and 19.4 to 0.9 ms, together 4 % of a step of 474 ms. The
+# step stayed the same all the same. On a busier host it got 23 % slower. A likely cause, which nobody tested: the pinning
+# thread belongs to the training process, and competes with the loop for Python's interpreter.
 #
 # **Takeaway.** Pinned *and* non-blocking frees the host from the copy. Find out first who copies, how large the copy's share of
 # your step is, and how long the loop waits to take a batch.

@@ -84,7 +84,7 @@ def test_a_tuned_loop_raises_no_alarm():
     ],
 )
 def test_predictions_come_near_what_is_measured(name, start, only):
-    run = ablations(open_workload(name, scale="small", device="cuda"), start, only=only)
+    run = ablations(open_workload(name, scale="small", device="cuda"), start, rounds=3, only=only)
     each = run.metrics["each"]
     assert not any(row["why"] for row in each.values())
     offs = {fix: row["off"] for fix, row in each.items() if is_test(row)}

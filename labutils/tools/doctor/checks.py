@@ -178,7 +178,7 @@ def check_shared_memory(free_gb: float | None) -> Iterator[Finding]:
         yield Finding("Shared memory", INFO, "no /dev/shm here", "Workers hand over by files.")
         return
     fit = int(free_gb * 1e9 // (BATCH_BYTES * PREFETCH))
-    words = f"/dev/shm has {free_gb:.2g} GB free, enough for {fit} workers at batch 1"
+    words = f"/dev/shm has {free_gb:.3g} GB free, enough for {fit} workers at batch 1"
     status = WARN if fit else FAIL
     if fit >= 4 * MOST_WORKERS:  # labs also run micro-batches of four
         status = OK
