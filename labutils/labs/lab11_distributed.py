@@ -145,11 +145,15 @@ TIMEOUT_S = {"random": 900.0, "hub": 7200.0}
 """How long a launch may take, by where weights or data are from: the hub's are downloaded in it."""
 
 
-def measured(lab: Any, ranks: int, steps: int, into: list[Run]) -> None:
+def measured(lab: Any, device: str, ranks: int, steps: int, into: list[Run]) -> None:
     """Launch the plan. Each run is kept, and added to `into`, as soon as it is there. Raises
     `Unavailable` where there are too few GPUs, and `RuntimeError` where a rank fails.
     """
-    device = device_for(lab)
+    if device == "cpu" and lab.scale != "tiny":
+        raise Unavailable(
+            f"several GPUs are needed at scale {lab.scale}, and this machine shows {cuda.count()}; "
+            "--scale tiny runs two processes on the CPU"
+        )
     tasks = plan(cases(lab), ranks, steps, lab.scale == "tiny")
     timeout_s = TIMEOUT_S["hub" if "hub" in (lab.weights, lab.data) else "random"]
 
@@ -157,21 +161,6 @@ def measured(lab: Any, ranks: int, steps: int, into: list[Run]) -> None:
         into.append(lab.keep(run, lane="same work"))
 
     launch(tasks, ranks, device, timeout_s, each=keep).or_raise()
-
-
-def device_for(lab: Any) -> str:
-    """Where the ranks compute: on GPUs, one each, or at `tiny`, where there are fewer, on the CPU.
-
-    Raises `Unavailable` where neither is meant.
-    """
-    if (gpus := cuda.count()) > 1:
-        return "cuda"
-    if lab.scale == "tiny":
-        return "cpu"
-    raise Unavailable(
-        f"several GPUs are needed at scale {lab.scale}, and this machine shows {gpus}; --scale "
-        "tiny runs two processes on the CPU"
-    )
 
 
 # ------------------------------------------------------------------------------ a learner's script
@@ -230,43 +219,20 @@ def torchrun(
     return torch.load(folder / "results.pt")
 
 
-def judged(device: str) -> tuple[int, float]:
-    """On each rank: the messages of `by_hand`, and how far its gradients are off, as a share."""
-    network, batches = network_and_batches(device)  # noqa: F821  the script's own
-    network(batches[:4]).square().mean().backward()
-    expected = [parameter.grad.clone() for parameter in network.parameters()]
-    network.zero_grad()
-    dist, sent = torch.distributed, []
-    all_reduce = dist.all_reduce
+def check_by_hand(by_hand: Callable, judged: Callable[[], list]) -> str:
+    """Whether `by_hand`, on several ranks, leaves the whole batch's gradients with one message.
 
-    def counted(tensor, *args, **kwargs):
-        sent.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    by_hand(network, batches[:4, dist.get_rank() :: dist.get_world_size()])  # noqa: F821
-    pairs = zip(network.parameters(), expected, strict=True)
-    return len(sent), max(((p.grad - e).norm() / e.norm()).item() for p, e in pairs)
-
-
-def check_by_hand(
-    start: Callable[..., list], helpers: Sequence[Callable], by_hand: Callable
-) -> str:
-    """Whether `by_hand`, on several ranks, leaves the whole batch's gradients, with one message.
-
-    start: `torchrun`, told all but helpers and entries.
+    judged: starts the ranks; one (messages, share by which a gradient is off).
     """
     if "all_reduce" not in inspect.getsource(by_hand):
         return "Exercise 4: no answer yet. It takes backward passes, and one dist.all_reduce."
     try:
-        ((messages, off),) = start([*helpers, by_hand], [judged])
+        ((messages, off),) = judged()
     except RuntimeError as error:
         return f"Exercise 4: not yet. {error}"
-    if not off < 1e-3:
-        return f"Exercise 4: not yet. A gradient is {off:.0%} off the whole batch's."
-    if messages != 1:
-        return f"Exercise 4: not yet. The gradients are right, but it sent {messages} messages."
-    return "Exercise 4: right. The whole batch's gradients, in one message. DDP sends parts."
+    if messages == 1 and off < 1e-3:
+        return "Exercise 4: right. The whole batch's gradients, in one message. DDP sends parts."
+    return f"Exercise 4: not yet. {messages} messages, and a gradient is {off:.0%} off."
 
 
 # ------------------------------------------------------------------------------ what it comes to
@@ -310,29 +276,23 @@ def against_prediction(runs: Iterable[Run]) -> pd.DataFrame:
 def truths(runs: Iterable[Run]) -> dict[str, float | None]:
     """Topic of a prediction -> what was measured; None where it wasn't."""
     known = Runs(run for run in runs if run.ok)
+    lora, full = ({"workload": "sd15-lora", "trained": of} | PLAIN for of in ("lora", "full"))
 
-    def metric(run: Run | None, name: str, times: float = 1.0) -> float | None:
-        value = run.metric(name) if run else None
-        return None if value is None else times * value
+    def metric(name: str, **tags: Any) -> float | None:
+        run = known.one(**tags)
+        return run.metric(name) if run else None
 
-    def unet(trained: str, strategy: str) -> Run | None:
-        return known.one(workload="sd15-lora", trained=trained, strategy=strategy, **PLAIN)
-
-    lora = unet("lora", "one process"), unet("lora", "ddp")
-    usual, forbidden = (
-        metric(known.one(experiment="nccl", settings=settings), "largest_ms")
-        for settings in ("NCCL_DEBUG=INFO", "NCCL_P2P_DISABLE=1")
-    )
+    one, two = (known.one(**lora, strategy=by) for by in ("one process", "ddp"))
+    efficiency = ddp_model.efficiency(one, two) if one and two else None
+    exposed = metric("exposed_communication_share", **full, strategy="ddp")
+    usual = metric("largest_ms", settings="NCCL_DEBUG=INFO")
+    forbidden = metric("largest_ms", settings="NCCL_P2P_DISABLE=1")
     return {
-        "bus bandwidth of a large all-reduce": metric(
-            known.one(experiment="all-reduce"), "bus_gb_per_s"
-        ),
-        "efficiency of DDP for LoRA": 100 * ddp_model.efficiency(*lora) if all(lora) else None,
-        "exposed communication, all weights": metric(
-            unet("full", "ddp"), "exposed_communication_share", 100
-        ),
+        "bus bandwidth of a large all-reduce": metric("bus_gb_per_s", experiment="all-reduce"),
+        "efficiency of DDP for LoRA": efficiency and 100 * efficiency,
+        "exposed communication, all weights": exposed and 100 * exposed,
         "FSDP's peak memory, all weights of the UNet": metric(
-            unet("full", "fsdp"), "peak_allocated_gb"
+            "peak_allocated_gb", **full, strategy="fsdp"
         ),
         "64 MiB without P2P, slower by": forbidden / usual if usual and forbidden else None,
     }

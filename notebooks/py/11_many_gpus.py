@@ -223,7 +223,8 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 runs: list[Run] = []
 shown = lab.references()  # our H200s' record, for pictures where there are no two GPUs
 with lab.attempt("Training on several ranks", experiment="all-reduce"):
-    lab11_distributed.measured(lab, count, steps or (2 if lab.scale == "tiny" else 5), into=runs)
+    timed = steps or (2 if lab.scale == "tiny" else 5)
+    lab11_distributed.measured(lab, device, count, timed, into=runs)
     if device == "cuda":
         shown = Runs(runs)
 
@@ -570,8 +571,27 @@ my_ranks = None  # a set, for example {6, 3}
 print(check("11.3", my_ranks))
 
 # %% [markdown]
-# **4. DDP by hand.** Write what DDP and `no_sync` do together, with `dist.all_reduce` and no DDP. The check starts the ranks, compares
-# with the gradients of the whole batch, and counts the messages: one is allowed.
+# **4. DDP by hand.** Write what DDP and `no_sync` do together, with `dist.all_reduce` and no DDP. The check starts the ranks: each
+# compares with the gradients of the whole batch, and counts messages. One is allowed.
+
+
+# %%
+def judged(device):
+    """(messages that `by_hand` sends, share by which a gradient is off)."""
+    network, batches = network_and_batches(device)
+    network(batches[:4]).square().mean().backward()
+    expected = [parameter.grad.clone() for parameter in network.parameters()]
+    network.zero_grad()
+    sent, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, *options, **named):
+        sent.append(tensor.numel())
+        return all_reduce(tensor, *options, **named)
+
+    dist.all_reduce = counted
+    by_hand(network, batches[:4, dist.get_rank() :: dist.get_world_size()])
+    pairs = zip(network.parameters(), expected, strict=True)
+    return len(sent), max(((p.grad - e).norm() / e.norm()).item() for p, e in pairs)
 
 
 # %% tags=["exercise"]
@@ -579,7 +599,8 @@ def by_hand(network, micro_batches):
     """Leave in `.grad` the mean over all ranks and micro-batches of `.square().mean()`."""
 
 
-print(lab11_distributed.check_by_hand(torchrun, [join, network_and_batches], by_hand))
+check_it = partial(torchrun, [join, network_and_batches, by_hand], [judged])
+print(lab11_distributed.check_by_hand(by_hand, check_it))
 
 # %% [markdown]
 # ## What to read on
