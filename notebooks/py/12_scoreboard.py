@@ -57,7 +57,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from labutils.course import plots, predictions
+from labutils.course import plots, predictions, tables
 from labutils.labs import lab12_scoreboard
 from labutils.results import claims, effects, report
 from labutils.results.judges import NOT_TESTABLE
@@ -125,9 +125,9 @@ ours = effects.effect(as_run(a), as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
-# The spread of B's own times says nothing about B against A. The interval does: 1 isn't in it. *A again* shows the noise: an effect must lie outside of that, too. If
-# *A again* is off by more than 3 %, the machine is unsteady, and nothing is concluded. `labutils/results/effects.py` is the course's
-# code. You write the rule in exercise 3.
+# The spread of B's own times says nothing about B against A. The interval does: 1 isn't in it. *A again* shows the noise: an effect
+# must lie outside of that, too. If *A again* is off by more than 3 %, the machine is unsteady, and nothing is concluded.
+# `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -189,7 +189,7 @@ lab.table(
 def show_claims(article, lab_number, verdict):
     found = lab12_scoreboard.chosen(board, article, lab_number, verdict)
     print(len(found), "of", len(board), "claims")
-    lab.verdict(*found["id"])
+    lab.show(tables.verdict_table(page.judgements[at] for at in found.index))
 
 
 choices = lab12_scoreboard.choices(board)
@@ -211,8 +211,11 @@ if not lab.choose(show_claims, choices) and {article, lab_number, verdict} != {"
 # %%
 scores = predictions.scores_of(page.records)
 told = scores.dropna(subset="factor")
-there = int((told["on"] == "H200").sum())
-print(len(scores), "predictions;", len(told), "scored by a factor,", there, "against our H200")
+there = told["on"] == "H200"
+told = told.assign(topic=told["topic"] + there.map({True: ", H200", False: ""}))
+print(
+    len(scores), "predictions;", len(told), "scored by a factor,", there.sum(), "against our H200"
+)
 if len(told):
     plots.calibration(plt.gca(), told, predictions.NEAR)
     plt.show()
