@@ -254,7 +254,7 @@ def against_prediction(runs: Iterable[Run]) -> pd.DataFrame:
         one = known.one(**case, strategy="one process", ranks=1)
         if one is None:
             continue
-        found = ddp_model.ddp(one, Link.of(link.samples, ranks))
+        found = ddp_model.ddp(one, Link.of(link.samples))
         apart = known.one(**case, strategy="apart", ranks=ranks)
         beside = apart.metric("step_ms") if apart else None
         row = {

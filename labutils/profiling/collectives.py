@@ -97,20 +97,19 @@ def read_topology(text: str) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True)
 class Link:
-    """How long an all-reduce takes between `ranks` ranks, by its bytes: measured points, and
-    straight lines in between on logarithmic axes. Below the smallest it takes as long as that,
-    above the largest it has that one's bandwidth."""
+    """How long an all-reduce takes, by its bytes: measured points, and straight lines in between on
+    logarithmic axes. Below the smallest it takes as long as that, above the largest it has that
+    one's bandwidth."""
 
-    ranks: int
     bytes: tuple[float, ...]
     ms: tuple[float, ...]
 
     @classmethod
-    def of(cls, samples: Mapping[str, Sequence[float]], ranks: int) -> Link:
+    def of(cls, samples: Mapping[str, Sequence[float]]) -> Link:
         """Of an all-reduce run's samples. A message that took longer than a larger one was
         disturbed, and is taken to last as long as that."""
         slowest = list(itertools.accumulate(reversed(samples["all_reduce_ms"]), min))
-        return cls(ranks, tuple(samples["bytes"]), tuple(reversed(slowest)))
+        return cls(tuple(samples["bytes"]), tuple(reversed(slowest)))
 
     def all_reduce_ms(self, size: float) -> float:
         between = np.interp(np.log(size), np.log(self.bytes), np.log(self.ms))

@@ -33,39 +33,36 @@ class PredictedStep:
     compute_ms: float
     communication_ms: float
     exposed_ms: float
-    messages: int
 
     @property
     def step_ms(self) -> float:
         return self.compute_ms + self.exposed_ms
 
 
-def buckets(lead_bytes: Sequence[float], cap_mb: int = 0) -> list[list[int]]:
-    """Which gradients (by place, in order of arrival) DDP sends together: a bucket is closed by the
-    gradient that fills it. 0 is PyTorch's default, 25 MiB after a first one of 1."""
-    caps = [1 * MIB, 25 * MIB] if cap_mb == 0 else [cap_mb * MIB]
+def buckets(lead_bytes: Sequence[float]) -> list[list[int]]:
+    """Which gradients (by place, in order of arrival) DDP sends together by default: a bucket is
+    closed by the gradient that fills it, the first one at 1 MiB, later ones at 25."""
     groups: list[list[int]] = [[]]
     held = 0.0
     for place, size in enumerate(lead_bytes):
         groups[-1].append(place)
         held += size
-        if held >= caps[min(len(groups), len(caps)) - 1]:
+        if held >= (MIB if len(groups) == 1 else 25 * MIB):
             groups.append([])
             held = 0.0
     return [group for group in groups if group]
 
 
-def ddp(alone: Run, link: Link, cap_mb: int = 0) -> PredictedStep:
+def ddp(alone: Run, link: Link) -> PredictedStep:
     """The least that DDP's step takes, of `alone`: one process's run of one rank's share, with its
     gradients' arrivals."""
     lead, size = alone.samples["lead_ms"], alone.samples["lead_bytes"]
     done, sent = -lead[0], 0.0
-    groups = buckets(size, cap_mb)
-    for group in groups:
+    for group in buckets(size):
         ms = link.all_reduce_ms(sum(size[place] for place in group))
         done = max(done, -lead[group[-1]]) + ms  # 0 is the last gradient's arrival
         sent += ms
-    return PredictedStep(alone.metric("step_ms"), sent, max(0.0, done), len(groups))
+    return PredictedStep(alone.metric("step_ms"), sent, max(0.0, done))
 
 
 def efficiency(alone: Run, together: Run) -> float | None:

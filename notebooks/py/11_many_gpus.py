@@ -245,7 +245,7 @@ with lab.attempt("Training on several ranks", experiment="all-reduce"):
 
 # %%
 unet = lab11_distributed.PLAIN | {"workload": "sd15-lora"}
-link = Link.of(known.one(experiment="all-reduce").samples, count)
+link = Link.of(known.one(experiment="all-reduce").samples)
 one = known.one(**unet, trained="full", strategy="one process")
 ready_ms = [-lead for lead in one.samples["lead_ms"]]
 mine = exposed_ms(ready_ms, one.samples["lead_bytes"], link.all_reduce_ms)
@@ -258,8 +258,8 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# *Predicted* is a bound from below, and no step is shorter. On our H200s the steps are from 3 to 56 % longer. Bytes can't explain that:
-# all weights of the UNet are 3.4 GB, 14 ms on NVLink, and the backward pass hides nearly all of it.
+# *Predicted* is a bound from below. On our H200s the steps are from 3 to 56 % longer. Bytes can't explain that: all weights of the
+# UNet are 3.4 GB, 14 ms on NVLink, and the backward pass hides nearly all of it.
 #
 # *Each for itself* finds one reason. It is the same step, on every rank at once, with nothing sent. What it takes beyond *one
 # process* is the price of company: ranks share the host, its memory and its power. What DDP takes beyond *predicted from that* is
