@@ -85,7 +85,8 @@ class Case:
 
 
 def cases(lab: Any) -> list[Case]:
-    """The lab's cases at its scale: at tiny, where each takes long to build, Stable Diffusion's."""
+    """The lab's cases at its scale: at tiny, where each takes long to build, Stable Diffusion's; at
+    small, where 24 GB must hold a case's trainers side by side, all but the largest."""
 
     def opened(name: str, scale: str) -> dict[str, str]:
         sources = {"weights": lab.weights, "data": lab.data, "cache_dir": str(lab.cache_dir)}
@@ -100,7 +101,7 @@ def cases(lab: Any) -> list[Case]:
         Case("Qwen3, LoRA", qwen, QWEN_RECIPE, "lora"),
         Case("small Qwen3, whole", qwen | {"scale": "small"}, QWEN_FULL_RECIPE, "full"),
     ]
-    return all_cases[:2] if lab.scale == "tiny" else all_cases
+    return all_cases[: {"tiny": 2, "small": 3}.get(lab.scale)]
 
 
 def plan(chosen: Sequence[Case], ranks: int, steps: int, tiny: bool) -> list[Task]:

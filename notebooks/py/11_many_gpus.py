@@ -34,7 +34,7 @@
 # | scale | needs | time |
 # |---|---|---|
 # | `tiny` | any CPU: two processes share it, with gloo in NCCL's place | ¾ minute |
-# | `small` | two GPUs of 8 GB or more | 5 minutes |
+# | `small` | two GPUs of 24 GB or more | 5 minutes |
 # | `full` | two GPUs of 80 GB or more | 6 minutes |
 #
 # **Without two GPUs** run it at `tiny`. It shows that two processes compute what one does. It can't show speed: the two share
@@ -46,7 +46,7 @@ weights: str = "random"  # random: exact architecture, random weights; hub: the 
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 ranks: int = 0  # processes; 0: as many as GPUs, 2 on a CPU
-steps: int = 0  # timed steps of a run in a round; 0: 2 at tiny, 5 at larger scales
+steps: int = 2  # timed steps of a run in a round, at least
 
 # %%
 from labutils.course.lab import open_lab
@@ -238,8 +238,7 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 runs: list[Run] = []
 known = shown = lab.references()  # our H200s' record, for pictures where there are no two GPUs
 with lab.attempt("Training on several ranks", experiment="all-reduce"):
-    timed = steps or (2 if lab.scale == "tiny" else 5)
-    lab11_distributed.measured(lab, device, count, timed, into=runs)
+    lab11_distributed.measured(lab, device, count, steps, into=runs)
     known = Runs(runs)
     shown = known if device == "cuda" else shown
 
@@ -253,6 +252,8 @@ assert math.isclose(mine, ddp_model.ddp(one, link).exposed_ms, abs_tol=1e-9)
 print(f"All weights of the UNet: {mine:.3g} ms exposed after a step of {one.metric('step_ms'):.0f}")
 
 # %%
+columns = {"run": "", "latency_us": "shortest, µs", "bus_gb_per_s": "largest, GB/s"}
+lab.show([run for run in runs if run.run == "all-reduce"], columns, experiment="all-reduce")
 both = ("all-reduce", "training")
 lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
@@ -371,15 +372,15 @@ traced = {
 }
 fig, ax = plt.subplots()
 plots.beside(ax, traced)
-ax.set_title(f"Stable Diffusion on {count} GPUs, under the profiler: {shown[0].machine['gpu']}")
+ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gpu']}")
 plt.show()
 
 # %% [markdown]
-# NCCL's kernels also run while they wait: a rank that is late shows as communication of the others. The profiler makes steps longer;
-# the table's were timed without it.
+# The picture is Stable Diffusion's. NCCL's kernels also run while they wait: a rank that is late shows as communication of the others.
+# The profiler makes steps longer; the table's were timed without it.
 
 # %%
-columns = {"trained": "trained", "strategy": "by", "sync": "micro-batches", "again": "again"}
+columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
 columns |= {"bucket_mb": "buckets, MiB", "step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
 tried = {"workload": "sd15-lora", "strategy": ("ddp", "fsdp"), "bucket_view": False}
 lab.show(Runs(runs).select(**tried), columns, **tried)
@@ -423,7 +424,7 @@ for one in shown.select(strategy="one process", **lab11_distributed.PLAIN):
     ax.plot(efficiencies, line, label=f"{one.workload}, {one.tags['trained']}")
 ax.set_xticks(range(len(networks)), list(networks))
 ax.set(ylabel="efficiency at most, %", ylim=(0, 105))
-ax.set_title(f"Two GPUs: {shown[0].machine['gpu']}")
+ax.set_title(f"Two GPUs, each with the steps of one {shown[0].machine['gpu']}")
 ax.legend()
 plt.show()
 
@@ -543,6 +544,7 @@ my_step: float | None = None  # a number of steps
 lab.predict("steps that the checkpoint holds", my_step, "steps")
 
 # %%
+Path(place.name, "checkpoint.pt").unlink(missing_ok=True)  # if this cell ran before
 try:
     torchrun([*helpers, save, go_on], [fragile])
 except RuntimeError as error:
