@@ -506,33 +506,32 @@ def save(place, step, network, optimizer):
     os.replace(f"{place}/new.pt", f"{place}/checkpoint.pt")
 
 
+# %%
 def go_on(place, network, batches, rank=0, ranks=1):
     """Train on from the checkpoint in `place`; the steps that it held."""
-    plain = network.module if ranks > 1 else network  # inside of DDP
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
     begun = 0
     if os.path.exists(f"{place}/checkpoint.pt"):
         state = torch.load(f"{place}/checkpoint.pt")
         begun = state["step"]
-        plain.load_state_dict(state["network"])
+        network.load_state_dict(state["network"])
         optimizer.load_state_dict(state["optimizer"])
+    shared = DistributedDataParallel(network) if ranks > 1 else network
     for step, batch in enumerate(batches[begun:], begun + 1):
         if (step, rank) == (6, 1):
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        loss = loss_of(network, batch[rank::ranks])
+        loss = loss_of(shared, batch[rank::ranks])
         loss.backward()
         optimizer.step()
         loss.item()  # waits until the step is done, on a GPU too
         if rank == 0 and step % 2 == 0:
-            save(place, step, plain, optimizer)
+            save(place, step, network, optimizer)
     return begun
 
 
 def fragile(device):
-    network, batches = network_and_batches(device)
-    ranks = dist.get_rank(), dist.get_world_size()
-    go_on(".", DistributedDataParallel(network), batches, *ranks)
+    go_on(".", *network_and_batches(device), dist.get_rank(), dist.get_world_size())
 
 
 # %% [markdown]
