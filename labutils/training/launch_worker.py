@@ -189,6 +189,7 @@ def _train(task: Task, status: RankStatus, folder: str) -> list[Run]:
     """Time recipes in turns: every round visits all of them, there and back by turns, and the first
     at both ends. Then trace what all do together, where traces are asked for."""
     workload, me = _workload(task), distributed.here()
+    hook = encoded_once(workload)
     visits = {each["name"]: Timed(**each) for each in task.timed}
     base = next(iter(visits.values()))
     visits[base.name + AGAIN] = replace(base, tags=base.tags | {"again": True})
@@ -197,11 +198,10 @@ def _train(task: Task, status: RankStatus, folder: str) -> list[Run]:
     try:
         for each in visits.values():
             if _key(each) not in candidates:
-                made = Recipe(**each.recipe), task.warmup
+                recipe = Recipe(**each.recipe)
                 with each.company():
-                    candidates[_key(each)] = Candidate(
-                        workload, *made, dataset=encoded_once(workload)
-                    )
+                    made = Candidate(workload, recipe, task.warmup, dataset=hook)
+                candidates[_key(each)] = made
         gc.collect()
         times = _in_turns({n: (each, candidates[_key(each)]) for n, each in visits.items()}, task)
         comparison = uuid.uuid4().hex[:12]
@@ -232,6 +232,8 @@ def _in_turns(visits: Mapping[str, tuple[Timed, Candidate]], task: Task) -> dict
             each, candidate = visits[name]
             if each.by != "one" or me.rank == 0:
                 steps = max(task.steps, math.ceil(ROUND_MS[scale] / candidate.step_ms))
+                if each.by == "each":  # so that none is done while others still run
+                    steps = max(me.all(steps))
                 with each.company():
                     times[name].extend(candidate.measure(steps), turn)
             me.all(None)  # the others wait here, at no cost to the device
