@@ -59,9 +59,12 @@ def off_by(judgement: judges.Judgement | None) -> float:
 
 
 def choices(board: pd.DataFrame) -> dict[str, list[str]]:
-    """What one can choose by -> its values, "all" first."""
-    values = {"article": board["article"], "lab_number": board["lab"], "verdict": board["verdict"]}
-    return {name: [EVERYTHING, *sorted(column.unique())] for name, column in values.items()}
+    """What one can choose by -> its values; what is shown at first stands first: what was refuted,
+    if anything was, of all articles and labs."""
+    articles, labs, verdicts = (sorted(board[c].unique()) for c in ("article", "lab", "verdict"))
+    verdicts = sorted(verdicts, key=lambda word: word != judges.REFUTED)
+    chosen_by = {"article": [EVERYTHING, *articles], "lab_number": [EVERYTHING, *labs]}
+    return chosen_by | {"verdict": [*verdicts, EVERYTHING]}
 
 
 def chosen(board: pd.DataFrame, article: str, lab_number: str, verdict: str) -> pd.DataFrame:
