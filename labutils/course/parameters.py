@@ -22,7 +22,7 @@ CHOICES = {
 }
 LEAST = {
     **dict.fromkeys(("steps", "rounds", "seeds", "method_steps", "log_every", "ranks"), 0),
-    **dict.fromkeys(("memory_gb", "blackwell_yen", "h100_yen", "h200_yen", "b200_yen"), 0),
+    **dict.fromkeys(("memory_gb", "blackwell_yen", "h100_yen"), 0),
     "planned_steps": 1,
 }
 """Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or
@@ -30,7 +30,7 @@ says unknown.
 """
 ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
 MOST = {"hours_a_day": 24}
-COUNTS = ("batches", "compile_batches", "delays")
+COUNTS = ("batches", "compile_batches")
 """Texts that hold whole numbers above 0."""
 EXAMPLES = {
     "str": "words",

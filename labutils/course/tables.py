@@ -48,9 +48,11 @@ def as_table(head: Sequence[str] | pd.DataFrame, *rows: Sequence[Any]) -> str:
 
 
 def heading(metric: str) -> str:
-    """A column's heading: "step_ms" is "step, ms"."""
+    """A column's heading: "step_ms" is "step, ms", "examples_per_s" is "examples/s"."""
     name, _, end = metric.rpartition("_")
     plain = f"{name}, {UNITS[end]}" if end in UNITS else metric
+    if name.endswith("_per"):
+        plain = f"{name.removesuffix('_per')}/{end}"
     return HEADINGS.get(metric, plain.replace("_", " "))
 
 

@@ -1,6 +1,6 @@
-"""Lab 08's training steps: predicted by the launch model, then measured, then beside slower hosts.
+"""Lab 08's training steps: predicted by the replay, then measured, then beside slower hosts.
 
-    for step in study(texts, variants("moe")["grouped"], {"model": "moe", "variant": "grouped"}, 8):
+    for step in study(texts["moe"], "moe", "grouped", steps=8):
         step.run.metrics["predicted_ms"], step.run.metric("step_ms")
 
 One trainer serves several batches: four texts of the dataset's mean length, and four short ones.
@@ -23,8 +23,8 @@ import itertools
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from labutils.labs.ladders import A3_BASE
@@ -32,11 +32,12 @@ from labutils.profiling import step_model
 from labutils.profiling.gpu_specs import Spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import default_device, machine_facts
-from labutils.profiling.step_model import Host, Law, Program, replayed_ms
+from labutils.profiling.measured_rates import measured_roofline, probe_machine
+from labutils.profiling.step_model import Host, Program, replayed_ms
 from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization import Energy
-from labutils.recipe import Recipe
+from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer
 from labutils.training.benchmark import empty_run, timed
@@ -57,9 +58,11 @@ LIGHT_STEPS, LIGHT_MS = 3, 200
 """A reading of the light step has at least so many steps, and lasts at least so long."""
 TRIES = 5
 """A light step is traced again so often, at most, where other programs took the CPU meanwhile."""
-SLOWED_STEPS = 3
+SLOWED_STEPS = 2
 MANY = 15_000
 """Of a step of more launches one is traced: reading a trace back takes long."""
+SHOWN_FROM, SHOWN_MS = 0.3, 2.0
+"""Of a traced step so many milliseconds are shown, from this part of it on: its forward pass."""
 
 
 def variants(family: str) -> dict[str, Recipe]:
@@ -69,16 +72,20 @@ def variants(family: str) -> dict[str, Recipe]:
     as each other the same tokens. accelerate is left out, as its loader takes no given batch.
     """
     loop = A3_BASE.but(driver="eager", micro_batch=TEXTS)
+    if family == "dense":
+        return {"loop": loop}
     packed = {"shapes": "packed", "token_budget": ROW, "micro_batch": 1}
-    rewritten = loop.but(
-        layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed
-    )
-    captured = rewritten.but(driver="graph")
-    compiled = captured.but(
-        adapter="plain", loss="fused", compile="default", compile_scope="blocks", dynamic="static"
-    )
-    first, second = {"dense": ("loop", "rewritten"), "moe": ("expert loop", "grouped")}[family]
-    return {first: loop, second: rewritten, "captured": captured, "compiled": compiled}
+    grouped = loop.but(layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed)
+    captured = grouped.but(driver="graph")
+    blocks = {"compile": "default", "compile_scope": "blocks", "dynamic": "static"}
+    compiled = captured.but(adapter="plain", loss="fused", **blocks)
+    return {"expert loop": loop, "grouped": grouped, "captured": captured, "compiled": compiled}
+
+
+def tags_of(family: str, way: str, kind: str = "long") -> dict[str, Any]:
+    """The tags of a way's step on such texts; the library's loop is no variant."""
+    tags = {"experiment": "steps", "model": family, "texts": kind}
+    return tags if way == next(iter(variants(family))) else tags | {"variant": way}
 
 
 # --------------------------------------------------------------------------------------- batches
@@ -104,34 +111,24 @@ def batch_of(
     lengths = [example.tokens for example in workload.example_sizes(recipe)]
     chosen, collate = choose(lengths), workload.collate(recipe)
     if collate.layout.packs:
-        tokens = sum(lengths[place] for place in chosen)
-        collate.layout = replace(collate.layout, budget=tokens)
+        collate.layout = replace(collate.layout, budget=sum(lengths[place] for place in chosen))
     examples = workload.dataset(None, recipe)
     return collate([examples[place] for place in chosen])
 
 
-def resized(workload: Workload, **size: int) -> Workload:
-    """The workload with random weights of another size, and texts in that size's words."""
-    other = copy.copy(workload)
-    other.sizes = workload.sizes | {workload.scale: replace(workload.size, **size)}
-    other.weights, other.data = "random", "generated"
-    return other
-
-
 def thin(workload: Workload) -> Workload:
-    """The workload with a model of as many layers and experts, whose kernels take little.
+    """The workload with a model of as many layers and experts, whose kernels take little, and with
+    texts in its words.
 
     A short text isn't enough: its few tokens reach nearly all of gpt-oss-20b's experts, and reading
     their 38 GB twice takes a GPU longer than most hosts take to launch it all.
     """
-    size = workload.size
-    return resized(
-        workload,
-        width=max(THINNEST, size.width // THIN),
-        inner=max(THINNEST, size.inner // THIN),
-        words=min(size.words, 1024),
-        texts=min(size.texts, 32),
-    )
+    size, other = workload.size, copy.copy(workload)
+    widths = {name: max(THINNEST, getattr(size, name) // THIN) for name in ("width", "inner")}
+    few = {"words": min(size.words, 1024), "texts": min(size.texts, 32)}
+    other.sizes = workload.sizes | {workload.scale: replace(size, **widths, **few)}
+    other.weights, other.data = "random", "generated"
+    return other
 
 
 @dataclass(frozen=True)
@@ -161,8 +158,8 @@ class OnOneBatch:
     def traced(self, steps: int) -> Trace:
         """A trace of `steps` optimizer steps; on a GPU with shapes, which tell thin products."""
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-            shapes = default_device() == "cuda"
-            return profile(self, steps, folder, with_stack=False, with_shapes=shapes)
+            on_gpu = default_device() == "cuda"
+            return profile(self, steps, folder, with_stack=False, with_shapes=on_gpu)
 
 
 # ----------------------------------------------------------------------------- predict and measure
@@ -170,24 +167,25 @@ class OnOneBatch:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A step that was predicted and measured: its `run`, and what predicted it."""
+    """A step that was predicted and measured: its `run`, what predicted it, and some milliseconds
+    of its trace as `plots.timeline` draws them."""
 
     run: Run
     program: Program
     host: Host
     work: Work
+    lanes: dict[str, list] = field(default_factory=dict)
 
     def beside(self, added_us: float) -> float:
         """Milliseconds a step, predicted, where each launch takes the host so many microseconds
         longer."""
         return replayed_ms(self.program, self.host.plus(added_us / 1e3))
 
-    def on(self, there: Spec, here: Spec, empty_ms: float = 0.0, added_us: float = 0.0) -> float:
-        """The same on the card `there`; it was traced on the card `here`, where a kernel takes
-        `empty_ms` at least."""
+    def on(self, there: Spec, here: Spec, empty_ms: float = 0.0) -> float:
+        """The same on the card `there`, with this host; it was traced on the card `here`, where a
+        kernel takes `empty_ms` at least."""
         dtype, intensity = self.run.recipe["precision"], self.work.flops / self.work.bytes
-        program = self.program.on(there, here, dtype, intensity, empty_ms)
-        return replace(self, program=program).beside(added_us)
+        return replayed_ms(self.program.on(there, here, dtype, intensity, empty_ms), self.host)
 
 
 class LightStep:
@@ -196,8 +194,8 @@ class LightStep:
     def __init__(self, trainer: Trainer) -> None:
         """Raises `ValueError` where its kernels take too long to be light."""
         self.step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe, shortest))
-        first_ms = statistics.median(self.step.timed(LIGHT_STEPS, warmup=2))
-        self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / first_ms))
+        some_ms = self.step.timed(LIGHT_STEPS, warmup=2)
+        self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / statistics.median(some_ms)))
         self._trace()
         self.read()
 
@@ -223,59 +221,60 @@ class LightStep:
 
 
 def study(
-    texts: Mapping[str, Workload],
-    recipe: Recipe,
-    tags: Mapping[str, Any],
-    steps: int,
-    host: Host | None = None,
-    delays: Iterable[float] = (),
-    like: Program | None = None,
-) -> Iterator[PredictedStep]:
+    texts: Mapping[str, Workload], family: str, way: str, steps: int, delays: Iterable[float] = ()
+) -> list[PredictedStep]:
     """Build one trainer, predict and measure its steps on typical texts of each of `texts`.
 
     The first of `texts` ("long", ...) builds the model; the others lend their texts. With `delays`
-    (microseconds) its step is measured beside slower hosts as well. host: what a launch takes the
-    host, for a captured step: it has one size, so that no light step can tell, and only the first
-    texts. like: the program of the same kernels launched one by one, for a captured step. tags: of
-    the runs. Each step is given when it is measured, so that a failure leaves what came before.
+    (microseconds) its step is measured beside slower hosts as well. A captured step has one size,
+    so only the first texts, and no light step: the host takes what the shortest call takes. Raises
+    `Unavailable` for a captured step without a GPU.
     """
-    first = next(iter(texts))
+    first, recipe = next(iter(texts)), variants(family)[way]
     with contextlib.ExitStack() as opened:
-        light = None
-        if host is None:
-            light = LightStep(opened.enter_context(Trainer(thin(texts[first]), recipe)))
+        if recipe.driver == "graph":
+            if default_device() != "cuda":
+                raise Unavailable("CUDA graphs need an NVIDIA GPU")
+            host: Host | LightStep = Host(probe_machine("launch_us").median("launch_us") / 1e3)
+        else:
+            host = LightStep(opened.enter_context(Trainer(thin(texts[first]), recipe)))
         trainer = opened.enter_context(Trainer(texts[first], recipe))
-        on_texts: dict[str, tuple[OnOneBatch, PredictedStep]] = {}
-        for kind in [first] if host else texts:
+        found = []
+        for kind in list(texts)[::-1] if isinstance(host, LightStep) else [first]:
             step = OnOneBatch(trainer, batch_of(texts[kind], trainer.recipe))
-            own = {"experiment": "steps"} | dict(tags) | {"texts": kind}
-            measured = predict_and_measure(own, step, light or host, steps, like)
-            on_texts[kind] = step, measured
-            yield measured
-        for delay in delays:
-            yield slowed(*on_texts[first], light, delay)
+            found.insert(0, predict_and_measure(tags_of(family, way, kind), step, host, steps))
+        return found + [slowed(step, found[0], host, delay) for delay in delays]
+
+
+def measured_again(texts: Mapping[str, Workload], family: str, way: str, steps: int) -> Run:
+    """The step on the first texts by a trainer of its own, timed once more: what it differs by from
+    the first time is noise."""
+    kind, recipe = next(iter(texts)), variants(family)[way]
+    with Trainer(texts[kind], recipe) as trainer:
+        step = OnOneBatch(trainer, batch_of(texts[kind], trainer.recipe))
+        step.warm_up(WARM_MS[default_device()])
+        run = empty_run(trainer.workload, trainer.recipe, f"{family} {kind} again")
+        run.samples = {"step_ms": step.timed(steps)}
+    run.tags = tags_of(family, way, kind) | {"again": True}
+    run.metrics = {"step_ms": summarise(run.samples["step_ms"])}
+    return run
 
 
 def predict_and_measure(
-    tags: Mapping[str, Any],
-    step: OnOneBatch,
-    host: Host | LightStep,
-    steps: int,
-    like: Program | None = None,
+    tags: Mapping[str, Any], step: OnOneBatch, host: Host | LightStep, steps: int
 ) -> PredictedStep:
     """Trace a step, time it, and predict it from all but its time.
 
-    host: what a launch takes, or the light step that tells it. Then `predicted_low_ms` and
-    `predicted_high_ms` take the one reading of it or the other. like: a program of the same
-    kernels, launched one by one. `unseen_off` is the prediction's error as if these came in one
-    launch.
+    host: what a launch takes, or the light step that tells it. Then `error_bar_percent` is the
+    prediction's error bar: half of what the two readings of the light step make of difference.
+    `reached`: the share of the data sheet's roofline that its FLOPs reach while kernels run.
     """
-    trainer, device = step.trainer, default_device()
+    trainer, device, precision = step.trainer, default_device(), step.trainer.recipe.precision
     light = host if isinstance(host, LightStep) else None
-    one_ms = step.warm_up(WARM_MS[device])
-    steps = max(steps, math.ceil(WATCH_MS[device] / one_ms))
+    steps = max(steps, math.ceil(WATCH_MS[device] / step.warm_up(WARM_MS[device])))
     trace = step.traced(1 if light and light.program.launches > MANY else 2)
-    program, work = Program.of(trace), trainer.workload.work_of(trainer.recipe, step.batch)
+    program, lanes = Program.of(trace), _shown(trace)
+    work = trainer.workload.work_of(trainer.recipe, step.batch)
     gc.collect()  # a trace is a hundred thousand objects
     before_ms, before = light.read() if light else (None, host)
     with Energy() as energy:
@@ -283,15 +282,13 @@ def predict_and_measure(
     after_ms, after = light.read() if light else (None, host)
     host = before.halfway_to(after)
     step_ms, predicted_ms = statistics.median(samples), replayed_ms(program, host)
-    name = f"{tags['model']} {tags['texts']}"
-    name += f", {tags['variant']}" if "variant" in tags else ""
-    run = empty_run(trainer.workload, trainer.recipe, name)
+    run = empty_run(trainer.workload, trainer.recipe, " ".join(map(str, tags.values())))
     run.tags, run.samples = dict(tags), {"step_ms": [round(ms, 4) for ms in samples]}
     run.metrics = {
         "step_ms": summarise(samples),
+        "floor_ms": measured_roofline(precision).floor_ms(work.flops, work.bytes),
         "predicted_ms": predicted_ms,
-        "bound_ms": step_model.bound_ms(program, host),
-        "off": predicted_ms / step_ms - 1,
+        "off_by_percent": 100 * (predicted_ms / step_ms - 1),
         "by": step_model.decided_by(program, host),
         "launches": program.launches,
         "waits": program.waits,
@@ -300,84 +297,58 @@ def predict_and_measure(
         "useful_tokens_per_s": work.useful_tokens / step_ms * 1e3,
     }
     if light:
-        low, high = sorted(replayed_ms(program, reading) for reading in (before, after))
-        run.metrics |= {"predicted_low_ms": low, "predicted_high_ms": high}
-        run.metrics |= {"light_before_ms": before_ms, "light_after_ms": after_ms}
+        moved_ms = abs(replayed_ms(program, before) - replayed_ms(program, after))
+        run.metrics["error_bar_percent"] = 50 * moved_ms / predicted_ms
         run.metrics["light_step_ms"] = (before_ms + after_ms) / 2
-    if like:
-        run.metrics["unseen_off"] = replayed_ms(like.captured(), host) / step_ms - 1
+    card = spec_of(machine_facts())
     if device == "cuda":
-        run.metrics |= _on_gpu(program, work, trainer.recipe, trace.metrics(step_ms)["gpu_busy"])
-    if energy.watts is not None:
-        run.metrics["power_w"] = energy.watts
-    return PredictedStep(run, program, host, work)
+        busy = trace.metrics(step_ms)["gpu_busy"]
+        run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
+        run.metrics |= {"power_w": energy.watts} if energy.watts else {}
+    if card and precision in card.dense:
+        rate = step_model.attainable(card, precision, work.flops / work.bytes)
+        run.metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate
+    return PredictedStep(run, program, host, work, lanes)
 
 
-def _on_gpu(program: Program, work: Work, recipe: Recipe, busy: float) -> dict[str, float]:
-    """Shares of the step in which the GPU is busy and idle; and `reached`, the share of the data
-    sheet's roofline that the step's FLOPs reach while kernels run."""
-    metrics, card = {"gpu_busy_share": busy, "idle_share": 1 - busy}, spec_of(machine_facts())
-    if card and recipe.precision in card.dense:
-        rate = step_model.attainable(card, recipe.precision, work.flops / work.bytes)
-        metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate
-    return metrics
+def _shown(trace: Trace) -> dict[str, list]:
+    """`SHOWN_MS` of a trace in two rows: what the host does for the GPU, and the GPU; on a CPU its
+    operators."""
+    start, end = trace.step_windows[0]
+    start += SHOWN_FROM * (end - start)
+    lanes = trace.timeline((start, start + SHOWN_MS))
+    if not trace.on_gpu:
+        return {"operators": lanes.get("operators", [])}
+    host = lanes.get("launches", []) + lanes.get("host waits", [])
+    return {"host": host, "GPU": lanes.get("GPU", [])}
 
 
 def slowed(
-    step: OnOneBatch, plain: PredictedStep, light: LightStep | None, delay_us: float
+    step: OnOneBatch, plain: PredictedStep, host: Host | LightStep, delay_us: float
 ) -> PredictedStep:
     """The step beside a host that takes `delay_us` longer for an operation, predicted and measured.
 
-    What a launch takes longer, delay and the detour through Python together, is read from the light
-    step beside the same slower host, right before and right after. A captured step has no light
-    one, and its few operations outside the graph take no detour to speak of. Metrics: `step_ms`,
-    `predicted_ms`, `delayed` operations a step, and `added_us`, which a launch takes longer.
+    What an operation takes longer, delay and the detour through Python together, is read from the
+    light step beside the same slower host, right before and right after. A captured step has no
+    light one, and its few operations outside the graph take no detour to speak of. Metrics:
+    `step_ms`, `predicted_ms`, `delayed` operations a step, and `added_us`, which a launch takes
+    longer: not every operation makes one launch, so that it is the operations' time shared out.
     """
-    with SlowerHost(delay_us) as host:
+    light = host if isinstance(host, LightStep) else None
+    with SlowerHost(delay_us) as slower:
         light_ms = [light.time()] if light else []
-        delayed = host.delayed
+        of_light = slower.delayed
         samples = step.timed(SLOWED_STEPS, warmup=1)
-        delayed = (host.delayed - delayed) / (SLOWED_STEPS + 1)
+        delayed = (slower.delayed - of_light) / (SLOWED_STEPS + 1)
         light_ms += [light.time()] if light else []
+    longer_ms = delay_us / 1e3  # an operation
     if light:
         longer_ms = statistics.mean(light_ms) - plain.run.metrics["light_step_ms"]
-        added_us = 1e3 * max(0.0, longer_ms) / light.program.launches
-    else:
-        added_us = delay_us * delayed / plain.program.launches
-    run = replace(
-        plain.run,
-        run=f"{plain.run.run}, delay {delay_us:g} us",
-        tags=plain.run.tags | {"delay_us": float(delay_us)},
-        samples={"step_ms": samples},
-        metrics={
-            "step_ms": summarise(samples),
-            "predicted_ms": plain.beside(added_us),
-            "added_us": added_us,
-            "delayed": delayed,
-        },
-    )
+        longer_ms *= (light.repeats + 1) / of_light
+    added_us = 1e3 * max(0.0, longer_ms) * delayed / plain.program.launches
+    predicted_ms, tags = plain.beside(added_us), plain.run.tags | {"delay_us": float(delay_us)}
+    off_by_percent = 100 * (predicted_ms / statistics.median(samples) - 1)
+    metrics = {"step_ms": summarise(samples), "predicted_ms": predicted_ms}
+    metrics |= {"off_by_percent": off_by_percent, "added_us": added_us, "delayed": delayed}
+    run = replace(plain.run, tags=tags, samples={"step_ms": samples}, metrics=metrics)
     return replace(plain, run=run, host=plain.host.plus(added_us / 1e3))
-
-
-def launch_law(workload: Workload, family: str) -> Law:
-    """How many operations that launch work a step of a family's loop has, by layers and experts.
-
-    Counted on a tiny model, one with one layer more, and one with twice as many experts.
-    """
-    recipe = next(iter(variants(family).values()))
-    layers, experts = workload.size.layers, workload.size.experts
-
-    def operations(**size: int) -> int:
-        with Trainer(resized(workload, **size), recipe) as trainer:
-            step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe))
-            step.step()  # the optimizer makes its moments
-            with SlowerHost() as host:
-                step.step()
-        return host.delayed
-
-    base = operations()
-    layer = operations(layers=layers + 1) - base
-    if not experts:
-        return Law(base - layers * layer, layer)
-    expert = (operations(experts=2 * experts) - base) / (layers * experts)
-    return Law(base - layers * layer, layer - experts * expert, expert)

@@ -128,44 +128,11 @@ A3_BASE = Recipe(
 )
 """Article A3's starting point: its plain LoRA run of Qwen3-8B with a batch of 4.
 
-Rank 8, alpha 16, all seven projections and these rates are the article's. The loop is accelerate's,
-as in transformers' and TRL's trainers, on whole conversations. The fused AdamW is what transformers
-takes from PyTorch 2.8 on. TRL turns gradient checkpointing on by default. Here it is off, and
+Rank 8, alpha 16, all seven projections, these rates and BF16 are the article's. The loop is
+accelerate's, as in transformers' and TRL's trainers, on whole conversations. The article asks for
+`adamw_torch`; the fused AdamW is the same update in one kernel. A constant rate and a weight decay
+of 0.01 are the course's. TRL turns gradient checkpointing on by default. Here it is off, and
 belongs to QLoRA's preparation."""
-
-
-A3_LADDER = Ladder(
-    A3_BASE,
-    Rung("lora", ARTICLE, {}, "accelerate's loop, as the article starts"),
-    Rung("plain loop", WORK, {"driver": "eager"}, "the same calls, no library around them"),
-    Rung(
-        "plain adapters, device log",
-        WORK,
-        {"adapter": "plain", "logging": "ring-buffer", "non_blocking": True},
-        "two thin products and nothing around them, and a host that waits for nothing",
-    ),
-    Rung(
-        "rewritten",
-        WORK,
-        {"layers": "rewritten"},
-        "no mask, so the fastest attention kernel; experts in grouped products",
-    ),
-    Rung("fused loss", WORK, {"loss": "fused"}, "never all logits of 152 thousand words"),
-    Rung(
-        "packed",
-        MATHEMATICS,
-        {"shapes": "packed", "token_budget": 4096, "micro_batch": 1},
-        "no padding, and every step of one shape",
-    ),
-    Rung(
-        "blocks compiled",
-        MATHEMATICS,
-        {"compile": "default", "compile_scope": "blocks", "dynamic": "static"},
-        "one block's code for all of them, and one for the loss of a chunk of tokens",
-    ),
-    Rung("whole-step graph", MATHEMATICS, {"driver": "graph"}, "one shape: a launch a step"),
-)
-"""From article A3's LoRA run on; each rung keeps the changes of those above it."""
 
 
 def climb(ladder: Ladder) -> dict[str, Recipe]:

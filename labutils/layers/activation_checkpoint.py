@@ -25,8 +25,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from labutils.profiling import compat
-
 Run = Callable[[Tensor], Tensor]
 
 aten = torch.ops.aten
@@ -57,17 +55,11 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
     A checkpoint around a compiled block runs all of that block's code once more. Within, the
     compiler sees what the backward pass needs, and leaves out the rest: a decoder's block ends with
     the product of its MLP, a quarter of its arithmetic, whose result nothing but the next block
-    reads. What attention gives is kept too: at 8 billion parameters it is as large as the block's
-    input. The block must draw no random numbers.
+    reads. The block must draw no random numbers.
     """
-    kept = functools.partial(create_selective_checkpoint_contexts, _attention)
-    # PyTorch warns whoever compiles a `context_fn` of operations in place. These blocks have none.
-    compat.silence_checkpoint_warning()
 
     def forward(*inputs: Any, **named: Any) -> Any:
-        return checkpoint(
-            block, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=kept, **named
-        )
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, **named)
 
     return forward
 
@@ -78,11 +70,6 @@ def _attends(operation: Any) -> bool:
     (`labutils::attention_with_sinks`) are operators of their own. On a CPU with a mask, PyTorch
     computes attention by plain products, and no operator has the name."""
     return "attention" in str(operation) or "attn" in str(operation)
-
-
-def _attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = _attends(operation)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _products_and_attention(

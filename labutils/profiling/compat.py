@@ -109,17 +109,6 @@ def capability_warning() -> None:
     torch.cuda._check_capability()
 
 
-def silence_checkpoint_warning() -> None:
-    """Drop the warning about a compiled checkpoint with a `context_fn`: PyTorch fears operations in
-    place, and our blocks have none. The logger's level and its other messages stay.
-    """
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_a_context_fn)
-
-
-def _not_of_a_context_fn(record: logging.LogRecord) -> bool:
-    return "context_fn is passed" not in record.getMessage()
-
-
 def dynamo_records() -> SimpleNamespace:
     """What the compiler keeps of its work: `counters`, `graph_break_reasons`, `guard_failures`,
     its callbacks, and the `logger` that says which function it gave up. (A second to import.)

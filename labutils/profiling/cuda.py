@@ -35,7 +35,8 @@ def _torch() -> Any:
 
 
 def card() -> dict[str, Any]:
-    """{gpu, gpu_memory_gb, compute_capability, cuda} of the GPU in use; {} without one."""
+    """{gpu, gpu_id, gpu_memory_gb, compute_capability, cuda} of the GPU in use; {} without one. The
+    id tells two cards of one model apart: the beginning of the card's UUID."""
     if not (torch := _torch()):
         return {}
     with warnings.catch_warnings():  # the doctor says what an unsupported card means
@@ -43,6 +44,7 @@ def card() -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
+        "gpu_id": str(getattr(properties, "uuid", ""))[:8] or None,
         "gpu_memory_gb": round(properties.total_memory / GB, 1),
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,

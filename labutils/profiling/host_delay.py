@@ -2,7 +2,7 @@
 
     with SlowerHost(20) as host:      # microseconds
         trainer.step()
-    host.delayed, host.calls          # operations that were delayed, and all that were seen
+    host.delayed                      # operations that were delayed
 
 PyTorch hands every operation, forward and backward, to a dispatch mode on its way to the kernel;
 this one looks at the clock until the delay is over, as a host does that is busy with something
@@ -26,8 +26,7 @@ _NO_WORK = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_vie
 class SlowerHost(TorchDispatchMode):
     """A context in which each operation that computes begins `delay_us` microseconds later.
 
-    `calls` counts all operations, `delayed` those that were held up, and `waited_ms` is for how
-    long in all. Raises `ValueError` for a negative delay.
+    `delayed` counts those that were held up. Raises `ValueError` for a negative delay.
     """
 
     def __init__(self, delay_us: float = 0.0) -> None:
@@ -35,29 +34,21 @@ class SlowerHost(TorchDispatchMode):
             raise ValueError(f"delay_us={delay_us!r}: a delay is 0 microseconds or more.")
         super().__init__()
         self.delay_us = delay_us
-        self.calls = self.delayed = 0
-        self.waited_ms = 0.0
+        self.delayed = 0
         self._launches: dict[Any, bool] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        self.calls += 1
         launches = self._launches.get(func)
         if launches is None:
             launches = self._launches[func] = _launches(func)
         if launches:
             self.delayed += 1
-            if self.delay_us:
-                self._wait()
+            until = time.perf_counter_ns() + int(self.delay_us * 1e3)
+            while self.delay_us and time.perf_counter_ns() < until:
+                pass
         return func(*args, **(kwargs or {}))
-
-    def _wait(self) -> None:
-        began = time.perf_counter_ns()
-        until = began + int(self.delay_us * 1e3)
-        while (now := time.perf_counter_ns()) < until:
-            pass
-        self.waited_ms += (now - began) / 1e6
 
 
 def _launches(func: Any) -> bool:

@@ -27,8 +27,8 @@ def default_device() -> str:
 def machine_facts() -> dict[str, Any]:
     """Facts about this machine; memory in 10^9 bytes. What does not apply here is absent.
 
-    Keys: gpu, gpu_memory_gb, compute_capability, driver, cuda (the version PyTorch was built with),
-    cpu, cores (those this process may use), ram_gb (those it may fill), shm_gb, os.
+    Keys: gpu, gpu_id, gpu_memory_gb, compute_capability, driver, cuda (the version PyTorch was
+    built with), cpu, cores (those this process may use), ram_gb (those it may fill), shm_gb, os.
     """
     return dict(_machine())
 

@@ -3,7 +3,7 @@
 The host gives the GPU one piece of work after the other (`Trace.launched`). Each launch takes the
 host a while, and its work the GPU a while. The two run side by side, so in short
 
-    step = max(kernel time, launches x the host's time a launch) + exposed copies     `bound_ms`
+    step = max(kernel time, launches x the host's time a launch) + exposed copies
 
 which is exact where neither waits for the other in between and all launches are alike.
 `replayed_ms` drops both conditions: it goes through the queue in order (`launch_queue.replay`).
@@ -84,15 +84,10 @@ class Program:
         return cls(tuple(queue), trace.steps)
 
     @functools.cached_property
-    def pieces(self) -> tuple[tuple[str, float, float, bool], ...]:
-        """Of each launch: its phase, milliseconds of kernels, milliseconds that go by a link
-        (`ELSEWHERE`), and whether the host waits for it."""
-        pieces = []
-        for launch in self.queue:
-            here = sum(ms for kind, ms, _ in launch.work if kind not in ELSEWHERE)
-            elsewhere = sum(ms for kind, ms, _ in launch.work if kind in ELSEWHERE)
-            pieces.append((launch.phase, here, elsewhere, launch.waits))
-        return tuple(pieces)
+    def pieces(self) -> tuple[tuple[str, float, bool], ...]:
+        """Of each launch: its phase, milliseconds of the work that it caused, and whether the host
+        waits for it."""
+        return tuple((phase, sum(ms for _, ms, _ in work), w) for phase, work, w in self.queue)
 
     @property
     def launches(self) -> float:
@@ -127,12 +122,6 @@ class Program:
     def copy_ms(self) -> float:
         """Milliseconds of copies a step."""
         return self.work.get("copy", (0.0, 0))[0] / self.steps
-
-    def captured(self) -> Program:
-        """The same work in one launch a step, as a CUDA graph would give it."""
-        steps, work = self.steps, self.work.items()
-        each = tuple((kind, ms / steps, round(count / steps)) for kind, (ms, count) in work)
-        return Program((Launch("", each, False),), 1)
 
     def on(
         self,
@@ -198,34 +187,11 @@ class Host:
         return statistics.fmean(self.of(launch.phase) for launch in program.queue)
 
 
-def bound_ms(program: Program, host: Host) -> float:
-    """The short form: max(kernels, launches x the host's time a launch) + copies, milliseconds a
-    step.
-
-    Where host and device take turns, it is their sum.
-    """
-    launching = program.launches * host.mean_ms(program)
-    if program.takes_turns:
-        return launching + program.kernel_ms + program.copy_ms
-    return max(program.kernel_ms, launching) + program.copy_ms
-
-
-def replayed_ms(program: Program, host: Host, stretch: float = 1.0) -> float:
-    """Milliseconds a step when the queue is gone through in order, once it is filled.
-
-    stretch: kernels take so many times as long, copies what they took.
-    """
+def replayed_ms(program: Program, host: Host) -> float:
+    """Milliseconds a step when the queue is gone through in order, once it is filled."""
     host_ms = {launch.phase: host.of(launch.phase) for launch in program.queue}
-    queue = [
-        Queued(host_ms[phase], stretch * here + elsewhere, waits)
-        for phase, here, elsewhere, waits in program.pieces
-    ]
+    queue = [Queued(host_ms[phase], ms, waits) for phase, ms, waits in program.pieces]
     return steady_ms(queue) / program.steps
-
-
-def idle_ms(program: Program, host: Host) -> float:
-    """Milliseconds a step in which the GPU has nothing to do."""
-    return max(0.0, replayed_ms(program, host) - program.kernel_ms - program.copy_ms)
 
 
 def decided_by(program: Program, host: Host) -> str:
@@ -283,19 +249,6 @@ def host_of(program: Program, phases: Mapping[str, Mapping[str, float]], step_ms
     return shape.times(factor)
 
 
-def crossing(
-    one: Callable[[float], float], other: Callable[[float], float], low: float, high: float
-) -> float | None:
-    """Where two curves change places between `low` and `high`; None where one is below the other at
-    both ends.
-    """
-    ahead = [one(at) - other(at) for at in (low, high)]
-    if (ahead[0] < 0) == (ahead[1] < 0):
-        return None
-    sign = 1 if ahead[0] < 0 else -1
-    return root(lambda at: sign * (one(at) - other(at)), low, high)
-
-
 def scale(kind: str, there: Spec, here: Spec, dtype: str, intensity: float = math.inf) -> float:
     """How many times as fast a kind of kernel is on the card `there` as on `here`, by their data
     sheets.
@@ -318,51 +271,3 @@ def attainable(card: Spec, dtype: str, intensity: float = math.inf) -> float:
     if dtype not in card.dense:
         raise ValueError(f"{card.name} has no {dtype} peak. It has: {', '.join(card.dense)}.")
     return Roofline(card.dense[dtype], card.bandwidth).attainable(intensity)
-
-
-# ----------------------------------------------------------------------------------- larger models
-
-
-@dataclass(frozen=True)
-class Bulk:
-    """A step in bulk: `flops` and `intensity` (FLOP per byte) of its products, `launches`,
-    `examples`.
-
-    For a model that is not here to be traced.
-    """
-
-    flops: float
-    intensity: float
-    launches: float
-    examples: int
-
-    def kernel_ms(self, card: Spec, dtype: str, reached: float) -> float:
-        """Milliseconds of kernels on `card` where they reach a share `reached` of what the data
-        sheet allows.
-        """
-        return self.flops / (attainable(card, dtype, self.intensity) * reached * 1e9)
-
-    def bound_ms(self, kernel_ms: float, host_ms: float) -> float:
-        """The short form, with `host_ms` a launch."""
-        return max(kernel_ms, self.launches * host_ms)
-
-    def like_ms(self, program: Program, kernel_ms: float, host: Host) -> float:
-        """The replay of a `program` of the same kind, its kernels as long and its launches as many
-        as this step's.
-        """
-        times = self.launches / program.launches
-        return times * replayed_ms(program, host, kernel_ms / (times * program.kernel_ms))
-
-
-@dataclass(frozen=True)
-class Law:
-    """Launches of a step as a sum: `constant`, `layer` for each layer, and `expert` for each expert
-    of each layer.
-    """
-
-    constant: float
-    layer: float
-    expert: float = 0.0
-
-    def launches(self, layers: int, experts: int = 0) -> float:
-        return self.constant + layers * (self.layer + experts * self.expert)

@@ -44,6 +44,11 @@ class Judgement:
     theirs: Judgement | None = None
 
     @property
+    def unsteady(self) -> bool:
+        """Whether the machine was too unsteady to say anything about this claim."""
+        return any(one.unsteady and not one.exact for one in self.effects.values())
+
+    @property
     def published(self) -> str:
         return self.claim.published_text
 
@@ -73,6 +78,7 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
     for host in dict.fromkeys(run.host for run in own):
         by_host.append(_on_host(claim, Runs(run for run in own if run.host == host)))
     answers = [one for one in by_host if one.verdict != NOT_TESTABLE]
+    answers = [one for one in answers if not one.unsteady] or answers
     last = (answers or by_host)[-1]
     if len({one.verdict for one in answers}) > 1:
         here = " | ".join(f"{one.here}: {one.verdict}" for one in answers)
@@ -178,9 +184,10 @@ def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str =
     if noises := [one.noise for one in changes.values() if one.noise]:
         low, high = min(low for low, _ in noises), max(high for _, high in noises)
         why = f"{why} Noise: {100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %.".strip()
-    if any(one.unsteady and not one.exact for one in changes.values()):
-        verdict, why = INCONCLUSIVE, f"Unsteady machine. {why}"
-    return Judgement(claim, verdict, "; ".join(here), why, changes)
+    judgement = Judgement(claim, verdict, "; ".join(here), why, changes)
+    if judgement.unsteady:
+        return replace(judgement, verdict=INCONCLUSIVE, why=f"Unsteady machine. {why}")
+    return judgement
 
 
 def shown(value: float, metric: str = "", digits: int = 4) -> str:
@@ -301,7 +308,9 @@ def in_range(claim: Claim, runs: Runs) -> Judgement:
     value, low, high = (sum(part[place] for part in parts) for place in range(3))
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     verdict = _settle([_inside(low, high, least, most)])
-    why = f"The range: {least:g} to {most:g}."
+    ends = {"at least": least, "at most": most}
+    asked = [f"{word} {end:g}" for word, end in ends.items() if math.isfinite(end)]
+    why = f"Asked: {' and '.join(asked)}."
     return Judgement(claim, verdict, shown(value, how["metrics"][0]), why)
 
 

@@ -140,8 +140,10 @@ class Run:
 
     @property
     def host(self) -> tuple[str, ...]:
-        """GPU, CPU and cores of the machine, which times depend on."""
-        return tuple(str(self.machine.get(name)) for name in ("gpu", "cpu", "cores"))
+        """GPU, CPU and cores of the machine, which times depend on. Two machines with the same ones
+        are told apart by the card's id."""
+        parts = ("gpu", "gpu_id", "cpu", "cores")
+        return tuple(str(self.machine.get(name)) for name in parts)
 
     @property
     def label(self) -> str:

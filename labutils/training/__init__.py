@@ -13,12 +13,10 @@ profiling, results and the recipe.
 
 from labutils.training.benchmark import Benchmark, compare, measure, train
 from labutils.training.isolated_run import try_isolated
-from labutils.training.memory_log import MemoryLog
 from labutils.training.trainer import Trainer
 
 __all__ = [
     "Benchmark",
-    "MemoryLog",
     "Trainer",
     "compare",
     "measure",

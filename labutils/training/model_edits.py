@@ -5,8 +5,6 @@ run = train(workload, recipe, on_model=prepared_for_kbit)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 
@@ -21,23 +19,11 @@ def prepared_for_kbit(model: nn.Module) -> None:
 
     In a model whose large matrices are quantised these are its embeddings, norms, head and vision
     tower: the stream between the blocks is float32 from then on. Parameters are replaced, not
-    converted in place, as other models may share them. (It also turns gradient checkpointing on:
-    that is the recipe's `checkpointing`.)
+    converted in place, as other models may share them; one that two modules share, by one. (It also
+    turns gradient checkpointing on: that is the recipe's `checkpointing`.)
     """
-    _widen(model.modules())
-
-
-def cast_as_for_kbit(model: nn.Module) -> None:
-    """The same casts in a model whose adapted matrices aren't quantised: these stay as they are."""
-    adapted = {layer.base_layer for layer in model.modules() if hasattr(layer, "base_layer")}
-    _widen(module for module in model.modules() if module not in adapted)
-
-
-def _widen(modules: Iterable[nn.Module]) -> None:
-    """Replace the frozen 16-bit parameters of `modules`. One that two modules share is replaced by
-    one: tied weights stay tied."""
     widened: dict[nn.Parameter, nn.Parameter] = {}
-    for module in modules:
+    for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.dtype in (torch.float16, torch.bfloat16) and not parameter.requires_grad:
                 if parameter not in widened:

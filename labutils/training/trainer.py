@@ -170,7 +170,7 @@ class Trainer:
         """Step until the run has done `steps` optimizer steps.
 
         checkpoint_every: save after every so many steps; 0: never. after_step: is called with the
-        trainer after every step (`memory_log.MemoryLog`).
+        trainer after every step.
         """
         while self.step_count < steps:
             self.step()

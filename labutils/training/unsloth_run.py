@@ -1,38 +1,40 @@
 """unsloth in a process of its own: importing it patches transformers, PEFT and TRL for whatever
 runs beside it.
 
-    runs = train_with_unsloth({"unsloth long": Job(workload, recipe, steps=40, tags=tags)}, logs)
+    runs = train_with_unsloth({"unsloth": Job(workload, recipe, warmup=3, tags=tags)}, load, logs)
 
-The child loads the same weights from a folder, lets unsloth put in its kernels, adapters and
-checkpointing, and then goes through the course's own loop: the same batches, the same clock. All
-jobs are done by one process, in order, and each is on record as soon as it is done. The process
-keeps its compiled code in a folder that goes with it, so that its first step is one; all that it
-prints is kept beside the logs.
+The child loads the same weights from a folder by `load`, a function that the notebook shows, and
+then goes through the course's own loop: the same batches, the same clock. All jobs are done by one
+process, in order, and each is on record as soon as it is done. The process keeps its compiled code
+in a folder that goes with it, so that its first step is one; all that it prints is kept in `logs`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import inspect
 import logging
 import os
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from labutils.data.texts import LONGEST
+from labutils.profiling import cuda
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark, child_process
-from labutils.training.benchmark import empty_run
+from labutils.training.benchmark import Benchmark, empty_run
 from labutils.training.child_process import Child
-from labutils.training.memory_log import followed, make_room
+from labutils.training.memory_log import make_room
+from labutils.training.model_edits import with_costs, with_epoch_rate
 from labutils.workloads.base import open_workload
 from labutils.workloads.causal_lm import LanguageLora
-from labutils.workloads.decoder_workload import TARGETS, Published
+from labutils.workloads.decoder_workload import Published
 
 TIMEOUT_S = 360
 QUIET = {
@@ -45,20 +47,24 @@ QUIET = {
 day along.
 """
 PRINTED = "unsloth.txt"
-"""The file beside the logs that has all that the child printed."""
+"""The file in `logs` that has all that the child printed."""
+SHARED_MEMORY = Path("/dev/shm")
+"""A folder that is no disk, to which 16 GB of weights would take long. Code can't be loaded from it
+everywhere, so that only weights go there."""
+ROOM = 40e9
+"""Bytes that must be free there: twice the weights, and more."""
+
+Load = Callable[[str], nn.Module]
+"""Folder -> model with adapters. Its source is run in the child, and knows nothing around it."""
 
 
 class Job(NamedTuple):
-    """One run: a language workload, a recipe, at least `steps` timed optimizer steps, and the run's
-    `tags`.
-
-    All jobs train one model, loaded as the first one's recipe says: its base weights (in 4 bits, or
-    as they come: `base_linear`), rank and seed.
-    """
+    """One run: a language workload, a recipe, the steps between the first and those timed, and the
+    run's `tags`. All jobs train one model, the one that was loaded."""
 
     workload: LanguageLora
     recipe: Recipe
-    steps: int
+    warmup: int
     tags: dict[str, Any]
 
 
@@ -70,30 +76,33 @@ def check_unsloth(device: str) -> None:
         raise Unavailable("unsloth is not installed: make unsloth")
 
 
-def train_with_unsloth(jobs: Mapping[str, Job], logs: Path, every: int = 10) -> dict[str, Run]:
-    """Name -> run of each job, its memory in `logs`/name.csv as `memory_log.followed` writes it.
+def train_with_unsloth(jobs: Mapping[str, Job], load: Load, logs: Path) -> dict[str, Run]:
+    """Name -> run of each job, timed in as many rounds as a comparison has.
 
-    `first_step_s` is the first job's alone: its kernels are compiled then. A job that fails has its
-    reason as status, and so have those that a process that dies or takes too long didn't get to.
-    Raises `Unavailable` where unsloth can't run, `RuntimeError` where the process dies with nothing
-    done.
+    `first_step_s` is the first job's alone: its kernels are compiled then. `peak_allocated_gb` is
+    the whole process's. A job that fails has its reason as status, and so have those that a process
+    that dies or takes too long didn't get to. Raises `Unavailable` where unsloth can't run,
+    `RuntimeError` where the process dies with nothing done.
     """
     first = next(iter(jobs.values())).workload
     check_unsloth(first.device.type)
     logs.mkdir(parents=True, exist_ok=True)
-    order = {"model": first.size.hub, "logs": str(logs.resolve()), "every": every, "jobs": {}}
+    order = {"model": first.size.hub, "load": [load.__name__, inspect.getsource(load)], "jobs": {}}
     for name, job in jobs.items():
         opened_as = job.workload.opened_as() | {"device": first.device.type}
         recipe = job.recipe.as_dict()
-        order["jobs"][name] = {"workload": opened_as, "recipe": recipe, "steps": job.steps}
-    with tempfile.TemporaryDirectory(
-        prefix="labutils-unsloth-", ignore_cleanup_errors=True
-    ) as folder:
+        order["jobs"][name] = {"workload": opened_as, "recipe": recipe, "warmup": job.warmup}
+    roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM
+    passing = {"prefix": "labutils-unsloth-", "ignore_cleanup_errors": True}
+    with (
+        tempfile.TemporaryDirectory(**passing) as folder,
+        tempfile.TemporaryDirectory(dir=SHARED_MEMORY if roomy else None, **passing) as weights,
+    ):
         if first.weights == "random":
-            order["model"] = f"{folder}/model"
-            first.publish(Path(order["model"]))
+            order["model"] = weights
+            first.publish(Path(weights))
             make_room(first)  # for the child: memory that this process keeps is free for no other
-        records, failure = _ask(order, Path(folder))
+        records, failure = _ask(order, Path(folder), logs)
     if failure and not records:
         raise RuntimeError(failure)
     runs = {}
@@ -106,12 +115,12 @@ def train_with_unsloth(jobs: Mapping[str, Job], logs: Path, every: int = 10) -> 
     return runs
 
 
-def _ask(order: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
+def _ask(order: dict[str, Any], folder: Path, logs: Path) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
     didn't.
 
     The child finds this checkout, and has folders of its own for whatever libraries write. All that
-    it printed is kept beside the logs: why a library failed is rarely one line.
+    it printed is kept in `logs`: why a library failed is rarely one line.
     """
     path = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
     environment = QUIET | {"PYTHONPATH": os.pathsep.join(path)}
@@ -124,7 +133,7 @@ def _ask(order: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
             records[record["run"]] = record
         failure = "" if len(records) == len(order["jobs"]) else f"unsloth: {child.failure()}"
         printed = child.printed + child.errors()
-    (Path(order["logs"]) / PRINTED).write_text(printed, encoding="utf-8", errors="replace")
+    (logs / PRINTED).write_text(printed, encoding="utf-8", errors="replace")
     return records, failure
 
 
@@ -140,45 +149,26 @@ def _main() -> None:
     order = child_process.order()
     benchmark.LOG.addHandler(logging.StreamHandler())
     benchmark.LOG.setLevel(logging.INFO)
-    library, jobs = unsloth.FastLanguageModel, order["jobs"]
-    recipes = {name: Recipe(**job["recipe"]) for name, job in jobs.items()}
-    lm = _load(library, order["model"], next(iter(recipes.values())))
+    name, source = order["load"]
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    lm = namespace[name](order["model"])
 
     def build(recipe: Recipe) -> Published:
         """What `LanguageLora.build` gives, without what accelerate put around it in the job
         before."""
-        library.for_training(lm)
+        unsloth.FastLanguageModel.for_training(lm)
         return Published(extract_model_from_parallel(lm, keep_fp32_wrapper=False))
 
-    for place, (name, job) in enumerate(jobs.items()):
-        workload, log = open_workload(**job["workload"]), Path(order["logs"]) / f"{name}.csv"
-        steps, every = job["steps"], order["every"]
-        run = followed(workload, recipes[name], steps, name, log, every, build=build)
+    for place, (name, job) in enumerate(order["jobs"].items()):
+        workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
+        with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
+            run = bench.compare({name: recipe}, 1)[name]
+            if run.ok and (peak := cuda.peak_memory()):
+                run.metrics["peak_allocated_gb"] = peak[0]
         if place > 0:
             run.metrics.pop("first_step_s", None)  # what had to be compiled is compiled
-        child_process.send(dataclasses.asdict(run))
-
-
-def _load(library: Any, model: str, recipe: Recipe) -> nn.Module:
-    """The model with its adapters, by unsloth (`library`)."""
-    lm, _ = library.from_pretrained(
-        model,
-        max_seq_length=LONGEST,
-        load_in_4bit=recipe.base_linear == "nf4",
-        fix_tokenizer=False,
-        use_exact_model_name=True,
-    )
-    return library.get_peft_model(
-        lm,
-        r=recipe.rank,
-        lora_alpha=2 * recipe.rank,
-        target_modules=list(TARGETS),
-        lora_dropout=0,
-        bias="none",
-        use_gradient_checkpointing="unsloth",
-        random_state=recipe.seed,
-        max_seq_length=LONGEST,
-    )
+        child_process.send(dataclasses.asdict(with_epoch_rate(with_costs(run), workload)))
 
 
 if __name__ == "__main__":

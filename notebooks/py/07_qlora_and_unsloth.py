@@ -18,45 +18,32 @@
 # %% [markdown]
 # # Lab 07 · QLoRA and unsloth
 #
-# Article A3 fine-tunes language models of 8 to 120 billion parameters in three ways: with LoRA; with QLoRA, which holds
-# the frozen weights in 4 bits; and with unsloth, a library that replaces much of the training code of such models. It
-# explains how numbers are held in 4 bits, and shows which method is fast and which is small.
-#
-# This lab first works the 4 bits out by hand. Then it trains Qwen3 as the article does, and asks what the article's
-# figures leave open: of all that comes *with* 4 bits, what costs the time, what saves the memory, and can you have one
-# without the other? At the end you train a small model that stops explaining and answers with a bare title.
+# Article A3 fine-tunes language models of 8 to 120 billion parameters: with LoRA, with QLoRA, which holds the frozen weights in
+# 4 bits, and with unsloth, a library that replaces much of the training code. In this lab you write the 4 bits by hand and
+# build QLoRA as its users do. Then you take it apart, and hold a recipe of your own against unsloth.
 #
 # **After this lab you can**
-# - quantise numbers by hand to 8 and to 4 bits, and say what blocks, NF4 and double quantisation are for;
-# - take a method apart into what it changes, and switch each change alone;
-# - predict the largest batch that fits on a card from two measurements;
-# - say what checkpointing costs, and when it pays to send checkpoints to the host;
-# - put together a recipe of your own, and compare it with a library's on the same rows of text;
-# - train an adapter, show what it changed, and swap it for another.
+# - quantise weights to 8 and 4 bits, bit for bit as bitsandbytes does;
+# - set up QLoRA with transformers, PEFT and bitsandbytes, and say what each line changes;
+# - predict what 4 bits cost in time, from bytes and bandwidth;
+# - send activations to the host in six lines;
+# - compare two recipes like for like: the same rows, formats and memory;
+# - train adapters, show what they changed, and swap them.
 #
 # | scale | needs | time |
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
-# | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 141 GB | 10 minutes |
+# | `small` | a GPU of 8 GB | 4 minutes |
+# | `full` | a GPU of 141 GB | 8 minutes |
 #
-# (On a GPU of 80 GB, *lora* runs out of memory on long texts at `full`. The lab says so and goes on, without the
-# comparisons that need it.)
-#
-# At `full` the architecture is Qwen3-8B's, at `small` Qwen3-0.6B's. With random weights, time and memory are the real
-# model's; losses are not, so section 8 trains a small model of its own.
-#
-# **Without a GPU** sections 1 to 3 and 8 hold as they are. In sections 4 to 7 a CPU shows how the questions are asked:
-# 4-bit layers run in float32 and slowly, memory is counted tensor by tensor, and unsloth, which is written for GPUs, is
-# left out. There our H200's tables stand below yours.
+# At `full` the models are Qwen3-8B and Qwen3-32B, at `small` Qwen3-0.6B. Weights are random unless you set `weights = "hub"`:
+# time and memory are the real model's. A CPU shows the techniques and counts. It has no speed of a GPU to show, and no unsloth.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated texts with the datasets' lengths; hub: the real datasets
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-method_steps: int = 0  # timed steps of each method; 0: 4 at tiny, 6 at larger scales
-log_every: int = 0  # steps between two lines of the memory log (the article: 10); 0: 3 at tiny, 2 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -64,410 +51,488 @@ from labutils.course.lab import open_lab
 lab = open_lab("07", globals())
 
 # %%
-import warnings
-from dataclasses import replace
-from functools import partial
+import tempfile
+import time
+from collections import Counter
 
 import matplotlib.pyplot as plt
-import pandas as pd
 import torch
 import torch.nn.functional as F
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes import functional as bnb
+from torch import nn
 
 from labutils.course import plots
-from labutils.course.goals import GOAL_HEAD, goal_rows
-from labutils.labs import lab07_qlora
-from labutils.labs.lab07_toy_lm import Reader
-from labutils.labs.ladders import distinct_on
+from labutils.labs import lab07_qlora, lab07_toy_lm
+from labutils.labs.ladders import A2_BASE
 from labutils.layers.cuda_graph import compile_from_nothing
-from labutils.layers.quantization import nf4_math
-from labutils.layers.quantization.convert import convert_base
-from labutils.layers.quantization.fp8_math import relative_error
-from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
-from labutils.recipe import Unavailable
-from labutils.results.effects import paid_after
+from labutils.results.effects import effect
 from labutils.results.records import Run, Runs
 from labutils.training.unsloth_run import train_with_unsloth
+from labutils.workloads import open_workload
 
 plots.use_style()
-warnings.filterwarnings("ignore", module="torch")
-compile_from_nothing()  # so that a first step is one
-on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
-method_steps, log_every = method_steps or (4 if tiny else 6), log_every or (3 if tiny else 2)
-
-# %%
-if not on_gpu:
+compile_from_nothing()  # so that a first step compiles all that it uses
+if lab.device == "cpu":
     torch.set_num_threads(max(1, usable_cores() // 2))
 torch.manual_seed(0)
 texts = {length: lab.workload(f"qwen3-lora-{length}") for length in ("short", "long")}
-recipes = lab07_qlora.recipes_on(lab.device)
+traces = lab.cache_dir / "traces" / "lab-07"
 
 # %% [markdown]
-# ## 1 · Eight bits, and one number too many
+# ## 1 · Eight bits and an outlier
 #
-# **Question.** How are numbers held in 8 bits, and what does a single outlier do to all the others?
+# **Question.** How are numbers held in 8 bits, and what does one large number do to all others?
 #
-# *Absmax* quantisation multiplies all numbers by one constant, chosen so that the largest becomes 127, and rounds. What
-# is kept are the rounded *codes* and the constant; dividing restores the numbers, nearly. The article's example has four.
+# **Technique.** *Absmax* multiplies all numbers by one constant, so that the largest becomes 127, and rounds. Kept are the
+# *codes* and the constant. The article's example has four numbers.
+
 
 # %%
-example = torch.tensor([2.50, -0.70, 0.12, 0.48])
-whole = nf4_math.quantise_int(example)
-constant, codes, restored = whole.constant.item(), whole.codes.flatten().tolist(), whole.restored()
-absmax = Run("07", "absmax", tags={"experiment": "absmax"}, metrics={"constant": constant})
-for place in range(4):
-    absmax.metrics[f"code_{place}"] = codes[place]
-    absmax.metrics[f"restored_{place}"] = restored[place].item()
-lab.keep(absmax)
-lab.table(
-    (f"times {constant:.1f}, rounded", *(f"{x:.2f}" for x in example.tolist())),
-    ("code", *codes),
-    ("restored", *(f"{x:.4f}" for x in restored.tolist())),
-)
-lab.verdict("A3.int8.constant", "A3.int8.codes", "A3.int8.restored")
-# %% [markdown]
-# Now take a weight matrix of a million normally distributed numbers, and make one of them as large as a thousand standard
-# deviations. Quantise it with one constant for all, and then in *blocks* of 64 numbers with a constant each.
-#
-# **Your prediction:** with one constant, what share of the other codes becomes 0, in percent?
+def largest(x):
+    """The largest magnitude of each row: its absmax."""
+    return x.abs().amax(dim=-1, keepdim=True)
+
+
+def absmax_int8(x):
+    """Codes of x, and the constant of each row that it was multiplied by."""
+    c = 127 / largest(x)
+    return (c * x).round(), c
+
+
+example = torch.tensor([[2.50, -0.70, 0.12, 0.48]])
+codes, c = absmax_int8(example)
+restored = codes / c
+assert torch.equal(codes.to(torch.int8), bnb.int8_vectorwise_quant(example.half())[0])
+print(f"c = {c.item():.1f}, codes {codes.tolist()}, restored {restored.numpy().round(4)}")
 
 # %%
-my_zeros: float | None = None  # for example 50
-
-lab.predict("codes that one outlier turns into 0", my_zeros, "%")
-
-# %%
-matrix = 0.02 * torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
-with_outlier = matrix.clone()
-with_outlier[512, 0] = 1000 * matrix.std()
-others = torch.ones_like(matrix, dtype=torch.bool)
-others[512, 0] = False
-spoiled = {}
-for name, block in (("one constant", None), ("blocks", 64)):
-    quantised = nf4_math.quantise_int(with_outlier, block=block)
-    codes = nf4_math.joined(quantised.codes, quantised.shape)
-    spoiled[name] = {
-        "zeros_share": (codes[others] == 0).float().mean().item(),
-        "others_error": relative_error(quantised.restored()[others], matrix[others]),
-    }
-    run = Run("07", f"outlier, {name}", metrics=spoiled[name])
-    run.tags = {"experiment": "outlier", "constants": name}
-    lab.keep(run)
-
-# %%
-lab.table(
-    ("INT8 with an outlier", "codes that are 0, %", "relative error of the others"),
-    *(
-        (name, f"{100 * m['zeros_share']:.1f}", f"{m['others_error']:.2%}")
-        for name, m in spoiled.items()
-    ),
-)
-lab.verdict("A3.int8.outlier", "A3.blocks.contain")
-# %% [markdown]
-# **Takeaway.** The largest number sets the constant, and so the error of all the others. Blocks don't remove an outlier;
-# they give it fewer neighbours to spoil: 63 instead of a million.
+found = {"constant": c.item()}
+found |= {f"code_{place}": code for place, code in enumerate(codes[0].int().tolist())}
+found |= {f"restored_{place}": value for place, value in enumerate(restored[0].tolist())}
+lab.keep(Run("07", "absmax", metrics=found))
 
 # %% [markdown]
-# ## 2 · Four bits
+# Take a million normally distributed weights, and make one of them an *outlier*. Quantise with one constant for all, and then
+# in *blocks*: a constant for each 64 neighbours. Whatever is smaller than half a step, absmax/254, becomes 0.
 #
-# **Question.** With four bits there are 16 levels. Weights are roughly normally distributed: many small ones, few large
-# ones. Where should the levels lie?
+# **Prediction.** The outlier is 100 standard deviations (*sigma*) large. With one constant, what share of the other codes is 0?
+
+# %%
+my_zeros: float | None = None  # in percent
+
+lab.predict("codes that an outlier of 100 sigma turns into 0", my_zeros, "%")
+
+
+# %%
+def off(found, exact):
+    """Relative error."""
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+W = 0.02 * torch.randn(1024, 1024)
+zeros = {}
+for sigma in (5, 10, 20, 50, 100):
+    spiky = W.clone()
+    spiky[0, 0] = sigma * W.std()
+    for constants, parts in {"one constant": (1, -1), "blocks": (-1, 64)}.items():
+        codes, c = absmax_int8(spiky.view(parts))
+        others = (codes / c).view_as(W)[1:], W[1:]  # the other weights
+        share = zeros[constants, sigma] = (codes == 0).float().mean().item()
+        found = {"zeros_share": share, "others_error": off(*others)}
+        how = {"experiment": "outlier", "constants": constants, "sigma": sigma}
+        lab.keep(Run("07", f"outlier of {sigma}, {constants}", tags=how, metrics=found))
+        error = f"the others {found['others_error']:.1%} off"
+        print(f"{sigma:>3} sigma, {constants:>12}: {share:.1%} of the codes are 0, {error}")
+
+# %%
+lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
+
+# %% [markdown]
+# The largest of a million such numbers is near 5 sigma without any outlier.
 #
-# NF4 puts them at *quantiles*: it cuts the normal distribution into 16 pieces of about equal probability and gives each
-# piece a level. One level is exactly zero, so there are 8 above it and 7 below. It takes a few lines of code
-# (`labutils.layers.quantization.nf4_math.nf4_levels`).
+# **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
+
+# %% [markdown]
+# ## 2 · Four bits by hand
 #
-# **Your prediction:** by how many percent is NF4's error smaller than that of INT4's 15 evenly spaced levels, both in
-# blocks of 64?
+# **Question.** Four bits are 16 levels. Weights are roughly normal: many small ones, few large ones. Where should the levels lie?
+#
+# **Technique.** NF4 puts them at *quantiles*, evenly spaced in probability. Eight lie above zero, seven below, and one is zero.
+
+# %%
+edge = 0.9677083  # between 1 - 1/32 and 1 - 1/30: half a share of 16, and of 15
+above = torch.special.ndtri(torch.linspace(edge, 0.5, 9)[:-1].double()).flip(0)
+below = -torch.special.ndtri(torch.linspace(edge, 0.5, 8)[:-1].double())
+nf4 = torch.cat([below, torch.zeros(1), above]).float()
+nf4 /= nf4[-1].clone()
+int4 = torch.arange(-7, 8) / 7
+assert torch.equal(nf4, bnb.get_4bit_type("nf4", device="cpu"))
+
+# %%
+blocks = W.view(-1, 64)
+fig, ax = plt.subplots(figsize=(7.2, 2.4))
+ax.hist((blocks / largest(blocks)).flatten(), 120, density=True, color=plots.MIST)
+ax.vlines(nf4, 0, 0.9, color=plots.NAVY, label="NF4")
+ax.vlines(int4, 0.95, 1.15, color=plots.RUST, label="INT4, evenly spaced")
+ax.set(xlabel="weight over its block's largest magnitude", yticks=[])
+ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+plt.show()
+
+# %% [markdown]
+# **Prediction.** Both in blocks of 64: by how many percent is NF4's error smaller than INT4's?
 
 # %%
 my_gain: float | None = None  # for example 30
 
 lab.predict("NF4's error is smaller by", my_gain, "%")
 
-# %%
-levels = nf4_math.nf4_levels()
-fig, ax = plt.subplots(figsize=(7.2, 2.8))
-largest = (matrix.reshape(-1, 64) / matrix.reshape(-1, 64).abs().amax(1, keepdim=True)).flatten()
-ax.hist(
-    largest.numpy(),
-    bins=120,
-    density=True,
-    color=plots.MIST,
-    label="weights over their block's largest",
-)
-ax.vlines(levels, 0, 0.9, color=plots.NAVY, linewidth=2, linestyle="-", label="NF4")
-ax.vlines(
-    torch.arange(-7, 8) / 7,
-    0.95,
-    1.15,
-    color=plots.RUST,
-    linewidth=2,
-    linestyle="-",
-    label="INT4, evenly spaced",
-)
-ax.set(xlabel="value over the block's largest magnitude", ylabel="density", yticks=[])
-ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
-plt.show()
 
 # %%
-errors = nf4_math.rounding_errors(matrix)
-codes = nf4_math.quantise_to(levels, matrix, 64).codes
-share = nf4_math.entropy_bits(codes) / 4
-for code, name in {"int4": "INT4, blocks of 64", "nf4": "NF4, blocks of 64"}.items():
-    run = Run("07", f"rounding {code}", metrics={"error": errors[name]})
-    run.tags = {"experiment": "rounding", "code": code}
-    if code == "nf4":
-        run.metrics["information_share"] = share
-    lab.keep(run)
-print(
-    f"Relative error: INT4 {errors['INT4, blocks of 64']:.2%}, NF4 {errors['NF4, blocks of 64']:.2%}."
-)
-print(f"An NF4 code carries {4 * share:.2f} of its 4 bits.")
-lab.verdict("A3.nf4.better", "A3.nf4.optimal")
+def nearest(levels, x):
+    """Codes [n, block] of the levels nearest to x over its row's largest, and those [n, 1]."""
+    peaks = largest(x)
+    middles = (levels[1:] + levels[:-1]) / 2
+    return torch.bucketize(x * peaks.reciprocal(), middles), peaks
+
+
+codes, peaks = nearest(nf4, blocks)
+pairs = codes.view(-1, 2).to(torch.uint8)
+packed = pairs[:, 0] << 4 | pairs[:, 1]  # two codes a byte
+restored = (nf4[codes] * peaks).view_as(W)
+
+library, state = bnb.quantize_4bit(W, quant_type="nf4", compress_statistics=False)
+assert torch.equal(packed, library.flatten()) and torch.equal(peaks.flatten(), state.absmax)
+assert torch.equal(restored, bnb.dequantize_4bit(library, state))
+print("bytes, constants and restored weights: bitsandbytes', bit for bit")
+
 # %% [markdown]
-# The article calls NF4 information-theoretically optimal. That would mean that all 16 codes are equally frequent, so
-# that no bit is wasted. They nearly are. The difference comes from the blocks: the levels are quantiles of a normal
-# distribution, but what they hold is a block's numbers *divided by the largest of them*, and so each block has one
-# number that is exactly 1 or −1. These are the two spikes at the edges of the picture. (Equally frequent codes don't
-# give the smallest error, either: for that, more levels would have to lie in the tails.)
-#
-# ### The constants' price
-#
-# **Question.** Blocks need constants. What do these cost?
-#
-# A constant of 32 bits for every 64 weights is half a bit a weight, an eighth of what the codes take. *Double
-# quantisation* quantises the constants as well: to 8 bits each, with one 32-bit constant for every 256 of them. Below,
-# the bits a weight are worked out in two ways, for both kinds of constants: from the bytes that bitsandbytes, the
-# library behind QLoRA, holds, and by arithmetic.
+# The constants take 32/64, half a bit a weight. *Double quantisation* holds them in 8 bits as well: their mean is taken off, and
+# each 256 share one constant. The 256 levels are a floating-point format of bitsandbytes' own.
 
 # %%
-packed, state = quantize_4bit(matrix, quant_type="nf4", compress_statistics=False)
-ours = nf4_math.quantise_nf4(matrix)
-same = {
-    "bytes": torch.equal(packed.flatten(), ours.packed),
-    "constants": torch.equal(state.absmax, ours.absmax),
-    "restored weights": torch.equal(dequantize_4bit(packed, state), ours.restored(matrix.dtype)),
-}
-print("Equal to bitsandbytes', bit for bit:", ", ".join(name for name in same if same[name]))
+levels8, mean = bnb.create_dynamic_map(), peaks.mean()
+codes8, peaks8 = nearest(levels8, (peaks - mean).view(-1, 256))
+doubled = (levels8[codes8] * peaks8 + mean).view(-1, 1)
+
+library, double = bnb.quantize_4bit(W, quant_type="nf4", compress_statistics=True)
+assert torch.equal(peaks8.flatten(), double.state2.absmax) and mean == double.offset
+print(f"{(codes8.flatten() == double.absmax).float().mean():.2%} of the codes are bitsandbytes'")
+own = (levels8[double.absmax.view(-1, 256).int()] * peaks8 + mean).view(-1, 1)
+assert torch.equal((nf4[codes] * own).view_as(W), bnb.dequantize_4bit(library, double))
+
+# %% [markdown]
+# On a CPU bitsandbytes looks 8-bit codes up in a table, so one in a thousand lies a level farther. On a GPU they are the nearest.
 
 # %%
-weight = torch.randn(4096, 1024).bfloat16()
-packed, single = quantize_4bit(weight, quant_type="nf4", compress_statistics=False)
-_, double = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-held_bytes = {
-    "bits_codes": packed.nbytes,
-    "bits_float32": single.absmax.nbytes,
-    "bits_doubled": double.absmax.nbytes + double.state2.absmax.nbytes,
-}
-held = {name: 8 * count / weight.numel() for name, count in held_bytes.items()}
-held["linear_share"] = (held["bits_codes"] + held["bits_doubled"]) / 16
-lab.keep(
-    [
-        Run("07", "constants", tags={"experiment": "constants"}, metrics=held),
-        Run(
-            "07",
-            "weights",
-            tags={"experiment": "weights"},
-            metrics={"linear_share": held["linear_share"]},
-        ),
-    ]
-)
-arithmetic = {
-    "bits_float32": nf4_math.constant_bits(),
-    "bits_doubled": nf4_math.doubled_constant_bits(),
-}
-words = {"bits_float32": "constants in 32 bits", "bits_doubled": "constants doubly quantised"}
-rows = [(words[name], held[name], bits) for name, bits in arithmetic.items()]
-lab.table(("bits a weight", "in the bytes that bitsandbytes holds", "by arithmetic"), *rows)
-lab.verdict("A3.blocks.bits", "A3.double.bits", "A3.qlora.weights")
-# %%
-in_blocks = nf4_math.constant_bits()  # one constant for all takes nothing to speak of
+one_codes, one_peak = nearest(int4, W.view(1, -1))
+even_codes, _ = nearest(int4, blocks)
+errors = {"int4": off(int4[even_codes] * peaks, blocks), "nf4": off(restored, W)}
+frequent = codes.flatten().bincount() / codes.numel()
+information = -(frequent * frequent.log2()).sum().item()
 bits = {
-    "INT8, one constant": 8,
-    "INT8, blocks of 64": 8 + in_blocks,
-    "INT4, one constant": 4,
-    "INT4, blocks of 64": 4 + in_blocks,
-    "FP4 E2M1, blocks of 64": 4 + in_blocks,
-    "NF4, one block": 4,
-    "NF4, blocks of 64": 4 + in_blocks,
-    "NF4, doubly quantised": 4 + nf4_math.doubled_constant_bits(),
-    "FP8 E4M3, one scale": 8,
+    "bits_float32": 8 * state.absmax.nbytes / W.numel(),
+    "bits_doubled": 8 * (double.absmax.nbytes + double.state2.absmax.nbytes) / W.numel(),
 }
+print(f"INT4 with one constant is {off(int4[one_codes] * one_peak, W.view(1, -1)):.1%} off,")
+print(f"in blocks {errors['int4']:.1%}; NF4 {errors['nf4']:.1%},", end=" ")
+print(f"doubly quantised {off(nf4[codes] * doubled, blocks):.1%}")
+print(f"an NF4 code carries {information:.2f} of its 4 bits; constants take {bits}")
 
 # %%
-fig, ax = plt.subplots(figsize=(7.2, 3.4))
-formats = sorted(errors, key=lambda name: (bits[name], -errors[name]))
-shown = ax.barh(
-    [f"{name} ({bits[name]:.3g} bits)" for name in formats],
-    [100 * errors[name] for name in formats],
-    color=[plots.NAVY if bits[name] < 6 else plots.MIST for name in formats],
-)
-ax.bar_label(shown, fmt="%.1f %%", padding=4)
-ax.set(
-    xlim=(0, 22),
-    xlabel="relative error of the weights, % (in brackets: bits a weight, constants included)",
-)
-ax.grid(axis="y", visible=False)
-ax.invert_yaxis()
-plt.show()
+for code, error in errors.items():
+    found = {"error": error} | ({"information_share": information / 4} if code == "nf4" else {})
+    how = {"experiment": "rounding", "code": code}
+    lab.keep(Run("07", f"rounding {code}", tags=how, metrics=found))
+lab.keep(Run("07", "constants", metrics=bits))
+lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]) / 16}))
+lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# Compare two bars at a time to see what each idea buys. Blocks cut INT4's error by almost half, for half a bit. NF4 in place of
-# INT4 saves another seventh of the error, for nothing. Double quantisation gives 0.37 bits back without making the error
-# any larger. (These weights have no outlier. With one, every format with a single constant would fail as in section 1.)
+# The article calls NF4 optimal in the sense of information theory: that would be all codes equally often. They nearly are. The
+# difference comes from the blocks: each holds one number that is exactly 1 or −1, the spikes in the picture.
 #
-# ### What is multiplied
-#
-# **Question.** Does a layer with a weight in 4 bits calculate in 4 bits?
-#
-# Tensor cores can't multiply NF4. So the layer must turn its weight back into 16 bits before each product. If that is
-# all it does, its result equals the product with the restored weight.
-
-# %%
-bf16 = {"device": lab.device, "dtype": torch.bfloat16}
-linear = torch.nn.Linear(1024, 1024, bias=False, **bf16).requires_grad_(False)
-x = torch.randn(64, 1024, **bf16)
-exact = F.linear(x.double(), linear.weight.double())
-model = torch.nn.Sequential(linear)
-convert_base(model, ["0"], "nf4", x.dtype)  # puts bitsandbytes' Linear4bit in its place
-result, weight = model(x), model[0].weight
-restored = dequantize_4bit(weight, weight.quant_state)
-error = relative_error(result, F.linear(x.double(), restored.double()))
-layer = {
-    "multiplies_restored_weights": int(error < 2 * torch.finfo(x.dtype).eps),
-    "error_to_restored": error,
-    "error_to_16_bits": relative_error(result, exact),
-}
-lab.keep(Run("07", "nf4 layer", tags={"experiment": "nf4 layer"}, metrics=layer))
-print(
-    f"The layer's result is {layer['error_to_restored']:.2%} off the product with the restored weight,"
-)
-print(f"and {layer['error_to_16_bits']:.1%} off the product with the 16-bit weight.")
-lab.verdict("A3.qlora.dequantised")
-# %% [markdown]
-# **Takeaway.** QLoRA saves storage, not arithmetic: the products are as large as before, and restoring the weights comes
-# on top.
+# **Takeaway.** Blocks nearly halve the error of 4 bits, quantiles take a seventh more, and double quantisation gives most of the
+# constants' bits back. A weight takes 4.127 bits.
 
 # %% [markdown]
-# ## 3 · Thin matrices
+# ## 3 · QLoRA as its users write it
 #
-# **Question.** LoRA adds the product of two thin matrices to each weight, $W' = W + BA$. How many numbers are trained,
-# and does it matter in which order you multiply?
+# **Question.** Which lines make a model QLoRA, and what does each of them change?
 #
-# $W$ has the shape [out, in], $A$ [r, in] and $B$ [out, r]. PyTorch's rows $x$ of inputs are multiplied from the right,
-# so the adapter adds $x A^T B^T$ to the layer's result $x W^T$. It can be computed in two orders. *Wide first*,
-# $x\,(BA)^T$, makes a matrix as large as $W$; *thin first*, $(x A^T)\,B^T$, never has more than r numbers a token in
-# between.
-#
-# **Your prediction:** with r = 8, how many times as many FLOPs does *wide first* take as *thin first*, gradients
-# included?
+# **Technique.** A real Qwen3 in small stands in for `"Qwen/Qwen3-8B"`.
 
 # %%
-my_order: float | None = None  # for example 10
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3ForCausalLM
 
-lab.predict("FLOPs, wide first against thin first", my_order, "x")
+folder = tempfile.mkdtemp()
+small = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 32}
+small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 1024}
+Qwen3ForCausalLM(Qwen3Config(**small)).to(torch.bfloat16).save_pretrained(folder)
+projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def qlora(folder):
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=four_bits, dtype=torch.bfloat16, device_map=lab.device
+    )
+    not_reentrant = {"use_reentrant": False}  # the kind of checkpoint that PyTorch recommends
+    model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs=not_reentrant)
+    adapters = LoraConfig(r=8, lora_alpha=16, target_modules=projections, task_type="CAUSAL_LM")
+    return get_peft_model(model, adapters).train()
+
 
 # %%
-from labutils.layers import lora
-from labutils.workloads.causal_lm import QWEN3, build_lm
-from labutils.workloads.decoder_flops import decoder_shapes
-from labutils.workloads.decoder_workload import projections
+model = qlora(folder)
+block = model.base_model.model.model.layers[0]
+layer = block.self_attn.q_proj
+print(type(layer).__module__, "around", type(layer.base_layer).__module__)
+print("weight:", layer.base_layer.weight.dtype, tuple(layer.base_layer.weight.shape))
+print("norms:", block.input_layernorm.weight.dtype, "adapters:", layer.lora_A.default.weight.dtype)
+print("blocks are computed again:", block.gradient_checkpointing)
 
-rank = 8
-lm = build_lm(QWEN3["full"], torch.device("meta"), torch.bfloat16)  # shapes that take no memory
-in_all = lora.count_parameters(lm)
-lora.attach_lora(lm, projections(lm), rank, 2 * rank, "plain", seed=0)
-adapter_bytes = sum(p.nbytes for p in lm.parameters() if p.requires_grad)
-as_the_formula = [
-    lora.count_trainable(layer) == lora.lora_parameters(layer.out_features, layer.in_features, rank)
-    for layer in lora.lora_layers(lm).values()
+# %% [markdown]
+# `prepare_model_for_kbit_training` does two things beside the 4 bits. It turns checkpointing on, and makes all other frozen
+# parameters float32: embedding, norms, head. So "QLoRA against LoRA" compares three changes. The course's loop trains the same layers:
+
+
+# %%
+def four_bit_layers(model):
+    return Counter(type(part) for part in model.modules() if "4bit" in type(part).__name__)
+
+
+recipe = lab07_qlora.QLORA.fitted_to(lab.device)
+course = open_workload("qwen3-lora-long", scale="tiny", device=lab.device).build(recipe)
+assert four_bit_layers(course) == four_bit_layers(model)
+
+x = torch.randn(16, 64, device=lab.device, dtype=torch.bfloat16).requires_grad_()
+frozen = layer.base_layer
+restored = bnb.dequantize_4bit(frozen.weight.data, frozen.weight.quant_state)
+difference = off(frozen(x), F.linear(x, restored))
+print(f"The layer is {difference:.2%} off the product with its restored weight.")
+same = {"multiplies_restored_weights": int(difference < 2**-8)}  # BF16's rounding
+lab.keep(Run("07", "nf4 layer", metrics=same))
+
+# %% [markdown]
+# Nothing is multiplied in 4 bits. The weight is restored to 16 bits before each product: in the forward pass, in the backward
+# pass, and in the forward pass that a checkpoint repeats.
+#
+# Users rarely write the loop. Here are a few lines of ours, and then TRL's trainer on the same batch.
+
+# %%
+tokens = torch.randint(2, 1024, (4, 64), device=lab.device)
+torch.manual_seed(0)
+model, losses = qlora(folder), []
+optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-4)
+for _ in range(8):
+    with torch.autocast(lab.device, torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+    optimizer.step(), optimizer.zero_grad()
+    losses.append(loss.item())
+print("our loop:  ", [f"{loss:.3f}" for loss in losses])
+
+# %%
+with lab.attempt("SFTTrainer"):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer  # make trl
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+    )
+    update = {"learning_rate": 2e-4, "lr_scheduler_type": "constant", "weight_decay": 0.01}
+    update |= {"max_steps": 8, "per_device_train_batch_size": 4, "max_grad_norm": 0.3, "bf16": True}
+    quiet = {"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    how = SFTConfig(output_dir=folder, use_cpu=lab.device == "cpu", **update, **quiet)
+    torch.manual_seed(0)
+    model = qlora(folder)
+    one_batch = Dataset.from_dict({"input_ids": tokens.tolist()})
+    trainer = SFTTrainer(model, how, train_dataset=one_batch, processing_class=tokenizer)
+    trainer.train()
+    said = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    print("SFTTrainer:", [f"{loss:.3f}" for loss in said])
+    torch.testing.assert_close(torch.tensor(said), torch.tensor(losses), rtol=0.01, atol=0)
+
+# %% [markdown]
+# How much is trained, and what does it weigh? Shapes are enough for that, on the *meta* device.
+
+# %%
+qwen3_8b = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+qwen3_8b |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
+with torch.device("meta"):
+    model = Qwen3ForCausalLM(Qwen3Config(**qwen3_8b, head_dim=128, tie_word_embeddings=False))
+    in_all = sum(p.numel() for p in model.parameters())
+    model = get_peft_model(model, LoraConfig(r=8, target_modules=projections))
+trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+matrices = [m for name, m in model.named_modules() if name.endswith("base_layer")]
+by_formula = sum((m.in_features + m.out_features) * 8 for m in matrices)
+share = 4 * sum(trained.values()) / (2 * in_all)  # in float32, beside 16 bits
+print(f"{sum(trained.values()):,} of {in_all:,} are trained, {share:.2%} of the bytes")
+found = {"counts_as_the_formula": int(sum(trained.values()) == by_formula), "adapter_share": share}
+lab.keep(Run("07", "lora-counts", metrics=found))
+lab.verdict("A3.lora.count", "A3.qlora.dequantised")
+
+# %% [markdown]
+# **Takeaway.** 4 bits save storage, not arithmetic. What is called QLoRA is three changes at once.
+
+# %% [markdown]
+# ## 4 · What 4 bits alone cost
+#
+# **Question.** Lab 06's step got 18 % longer with 4-bit weights, and the article blames dequantising. How long does that take?
+#
+# **Technique.** Restoring $n$ weights reads 4.127 bits each and writes 16. Bytes over bandwidth:
+#
+# $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
+#
+# What $B$ does the kernel reach? Measure it on one large matrix. The host must launch it, too: measure what that takes.
+
+
+# %%
+def seconds(call, times=20):
+    """Of one call: until the device has done it, and until the host is free again."""
+    wait = torch.cuda.synchronize if lab.device == "cuda" else lambda: None
+    call(), wait()
+    began = time.perf_counter()
+    for _ in range(times):
+        call()
+    free = time.perf_counter()
+    wait()
+    return (time.perf_counter() - began) / times, (free - began) / times
+
+
+# %%
+on_gpu = lab.device == "cuda"
+dtype, written = (torch.bfloat16, 2) if on_gpu else (torch.float32, 4)
+shape = (8 * 12288, 4096) if on_gpu else (1024, 512)  # large enough that the host keeps up
+weight = torch.randn(shape, device=lab.device, dtype=dtype)
+packed, state = bnb.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+took, _ = seconds(lambda: bnb.dequantize_4bit(packed, state))
+bandwidth = weight.numel() * (4.127 / 8 + written) / took
+
+
+def restoring_ms(parameters, uses):
+    return 1e3 * uses * parameters * (4.127 / 8 + written) / bandwidth
+
+
+parameters = sum(m.in_features * m.out_features for m in matrices)  # Qwen3-8B's, from section 3
+print(f"restored at {bandwidth / 1e9:,.3g} GB/s; at this rate {parameters:,} parameters", end=" ")
+print(f"take {restoring_ms(parameters, 2):,.1f} ms, forward and backward")
+
+# %%
+x = torch.randn(16, 64, device=lab.device, dtype=torch.bfloat16).requires_grad_()
+plain = nn.Linear(64, 64, bias=False, device=lab.device, dtype=torch.bfloat16)
+host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
+print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
+
+# %% [markdown]
+# **Prediction.** On packed rows of 4,096 tokens the H200 takes 392 ms a step with 16-bit weights. By how many percent is it longer
+# with 4 bits?
+
+# %%
+my_bits: float | None = None  # for example 20
+
+lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
+
+# %% [markdown]
+# **Measurement.** One comparison visits all recipes of sections 4 and 7 on the same packed rows (`lab07_qlora.RUNGS`). Here the
+# first two count: they differ in the format of the frozen weights alone. A trace of the QLoRA of each lab counts the kernels themselves.
+
+# %%
+climbed = lab.keep(lab07_qlora.rungs(texts["long"]))
+pair = [climbed[name] for name in ("packed", "packed again", "packed, 4 bits")]
+columns = ("step_ms", "speed-up", "floor_ms", "peak_allocated_gb")
+lab.show(pair, columns, experiment="ladder", rung=("packed", "packed, 4 bits"))
+
+# %%
+llava = lab.workload("llava-lora")
+llava_recipe = A2_BASE.but(checkpointing="blocks", base_linear="nf4")
+kernels = [
+    lab.keep(lab07_qlora.dequantising(workload, recipe, traces)).metric("dequantise_ms")
+    for workload, recipe in ((texts["long"], lab07_qlora.QLORA), (llava, llava_recipe))
 ]
-counts = {
-    "trained": lora.count_trainable(lm),
-    "in_all": in_all,
-    "counts_as_the_formula": int(all(as_the_formula)),
-    "adapter_share": adapter_bytes / (2 * in_all),
-}
-kept = Run("07", "lora-counts", workload="qwen3-lora-long", scale="full", metrics=counts)
-kept.tags = {"experiment": "lora-counts"}
-lab.keep(kept)
-print(
-    f"Qwen3-8B, r = 8: {counts['trained']:,} of {counts['in_all']:,} numbers are trained. Held in float32 beside 16-bit "
-    f"weights, they are {counts['adapter_share']:.2%} of the bytes."
-)
-
-# %%
-def chain(order, x, A, B, slope):
-    """y = x Aᵀ Bᵀ in either order, and the gradients of x, A and B; slope: the gradient of y."""
-    h, g = x @ A.t(), slope @ B
-    if order == "thin first":
-        y, dx = h @ B.t(), g @ A
-    else:
-        whole = B @ A
-        y, dx = x @ whole.t(), slope @ whole
-    return y, dx, g.t() @ x, slope.t() @ h  # without the gradient of the whole matrix
-
-
-shapes = [(5, 12), (3, 12), (7, 3), (5, 7)]
-x, A, B, slope = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes)
-y = x @ A.t() @ B.t()
-expected = (y, *torch.autograd.grad(y, (x, A, B), slope))
-for order in ("thin first", "wide first"):
-    torch.testing.assert_close(chain(order, x, A, B, slope), expected)
-
-# %%
-from torch.utils.flop_counter import FlopCounterMode
-
-
-def chain_flops(order: str, tokens: int, rank: int) -> int:
-    """On all seven projections of a Qwen3-8B block, counted by PyTorch on the meta device."""
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        for wide, out in decoder_shapes(QWEN3["full"]).adapted.values():
-            shapes = ((tokens, wide), (rank, wide), (out, rank), (tokens, out))
-            chain(order, *map(torch.empty, shapes))
-    return counter.get_total_flops()
-
-
-flops = {order: chain_flops(order, 4 * 861, rank=8) for order in ("thin first", "wide first")}
-for order, n in flops.items():
-    run = Run("07", f"chain: {order}", metrics={"flops": n})
-    run.tags = {"experiment": "chain", "order": order}
-    lab.keep(run)
-ranks = [4, 8, *(4**power for power in range(2, 7))]
-ratios = [chain_flops("wide first", 3444, r) / chain_flops("thin first", 3444, r) for r in ranks]
+n, n_llava = map(lab07_qlora.frozen_weights, (texts["long"], llava))
+ms = [climbed[name].metric("step_ms") for name in ("packed", "packed, 4 bits")]
+longer = ms[1] - ms[0] if all(ms) else None
 lab.table(
-    ("rank r", *ranks),
-    ("wide first, times the FLOPs of thin first", *(f"{ratio:.3g}" for ratio in ratios)),
+    ("4 bits cost, ms a step", "by the formula", "its kernels", "the whole step"),
+    ("Qwen3, packed, 2 uses", restoring_ms(n, 2), None, longer),
+    ("Qwen3, QLoRA, 3 uses", restoring_ms(n, 3), kernels[0], None),
+    ("LLaVA, batch 1, 3 uses", restoring_ms(n_llava, 3), kernels[1], None),
 )
-lab.verdict("A3.lora.count", "A3.lora.small-file", "A3.unsloth.order")
-# %% [markdown]
-# PyTorch multiplies in the order in which the code is written. PEFT writes the thin product first, so unsloth isn't
-# alone in this. The order nearly stops mattering in the last column, where the rank comes near the matrix's own width.
-#
-# **Takeaway.** At the ranks that are in use, multiply thin first. LoRA then adds next to no arithmetic. (It still adds
-# many small kernels, each with a launch; FLOPs don't count those.)
+
+# %%
+calls = 3 * 7 * 32  # uses, layers of a block, blocks of LLaVA's decoder
+if on_gpu:
+    print(f"this host needs {1e3 * calls * host_s:.0f} ms more to launch LLaVA's {calls} layers")
+lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# ## 4 · Three methods, two lengths of text
+# One rule holds in both labs: the slower of GPU and host decides. On full rows the GPU does, and restoring costs its bytes, a few
+# percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. On the H200 that made
+# 85 ms, for 672 calls of such layers.
 #
-# **Question.** Which method is fast on which texts, what does its first step cost, and what happens to the memory?
+# A trap: between PEFT's own layers, 4 bits read as 6 % *faster*. Its LoRA layer for plain weights turns the input into float32 and
+# back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
-# | method | what it is |
-# |---|---|
-# | *lora* | PEFT's LoRA on 16-bit weights: batch 4, r = 8 on all seven matrices of a block, driven by accelerate |
-# | *qlora* | QLoRA as it is usually written: 4-bit weights, and PEFT's `prepare_model_for_kbit_training` |
-# | *unsloth* | unsloth's QLoRA, in a process of its own, since importing it changes the other libraries; for later sections also with rows *packed* or *padded* to full length |
+# **Takeaway.** Predict a format's cost from its bytes. If a step takes longer than that, look at the launches.
+
+# %% [markdown]
+# ## 5 · What comes with QLoRA
 #
-# The seven matrices, or *projections*, are those of attention (query, key, value, output) and of the MLP (gate, up,
-# down).
+# **Question.** Checkpointing computes each block again. unsloth also sends what a checkpoint keeps to the host. The article
+# quotes 1.9 % more time for 30 % less memory. What do they save and cost here?
 #
-# *short* texts are instructions of 117 tokens on average, *long* ones encyclopedia texts of 861. All are padded to the
-# longest in their batch. Every method gets the same batches, so that steps can be compared one by one: the longest
-# batch has more than twice as many tokens as the shortest.
+# **Technique.** PyTorch lets you say how a tensor is kept for the backward pass. Six lines send it to the host.
+
+# %%
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as checkpointed
+
+
+def to_host(tensor):
+    return tensor.device, tensor.to("cpu", copy=True)
+
+
+def back(kept):
+    device, tensor = kept
+    return tensor.to(device)
+
+
+stack = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
+stack.to(lab.device)
+
+
+def gradient(x, hooks=None):
+    h = x
+    with saved_tensors_hooks(*hooks) if hooks else torch.enable_grad():
+        for block in stack:
+            h = checkpointed(block, h, use_reentrant=False)
+    return torch.autograd.grad(h.square().sum(), x)[0]
+
+
+# %%
+x = torch.randn(512, 256, device=lab.device, requires_grad=True)
+sent = []
+counting = (lambda tensor: sent.append(tensor.nbytes) or to_host(tensor), back)
+torch.testing.assert_close(gradient(x, counting), gradient(x))
+print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
+
+# %% [markdown]
+# One input a block, and nothing else. These copies stop the GPU. The course's `Parking` (`labutils/layers/activation_checkpoint.py`)
+# has page-locked memory and a stream of its own, and fetches a tensor while the block behind it is computed.
 #
-# **Your prediction:** by how many percent is QLoRA's step on long texts longer than LoRA's?
+# **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
 # %%
 my_qlora: float | None = None  # for example 20
@@ -475,382 +540,257 @@ my_qlora: float | None = None  # for example 20
 lab.predict("QLoRA's step on long texts, longer by", my_qlora, "%")
 
 # %%
-logs = lab.results_dir / "memory"
-runs: dict[str, Run] = {}
-
-
-def follow(*words: str, against: str = "") -> None:
-    """Measure and keep a method, unless an interrupted start left it behind; a failure says why."""
-    chosen = lab07_qlora.method(*words)
-    measure = partial(
-        lab07_qlora.follow, texts, chosen, method_steps, logs, log_every, runs.get(against)
-    )
-    runs[chosen.name] = lab.measured(chosen.name, chosen.recipe, measure)
-
-
-for length in texts:
-    follow("lora", length)
-    follow("qlora", length, against=f"lora {length}")
-follow("qlora", "short", "batch 1")
-
-# %%
-with lab.attempt(
-    "unsloth in a process of its own", experiment="methods", method="unsloth", texts="long"
-):
-    for workload in texts.values():
-        workload.release_weights()
-    jobs = lab07_qlora.unsloth_jobs(texts, method_steps)
-    asked = {name: job.recipe for name, job in jobs.items()}
-    runs |= lab.measured_together(asked, lambda: train_with_unsloth(jobs, logs, log_every))
-
-# %%
-columns = {
-    "run": "method",
-    "first_step_s": "first step, s",
-    "step_ms": "step, ms",
-    "useful_tokens_per_s": "useful tokens/s",
-    "examples_per_s": "examples/s",
-    "peak_allocated_gb": "peak memory, GB",
-    "peak_reserved_gb": "reserved, GB",
-}
-lab.show(runs.values(), columns, experiment="methods")
-
-# %%
-fig, axes = plt.subplots(1, 2, figsize=(7.4, 3.2), sharey=True)
-seconds = {
-    f"{length} texts": lab07_qlora.over_examples(logs, length, "elapsed_time_sec")
-    for length in texts
-}
-plots.panels(axes, seconds, "examples trained on", "s since the model was built")
-plt.show()
+by_texts = {length: lab.keep(lab07_qlora.methods(texts[length], length)) for length in texts}
+columns = ("step_ms", "speed-up", "floor_ms", "peak_allocated_gb", "useful_tokens_per_s")
+lab.show(by_texts["long"], columns, experiment="methods", texts="long", method=("lora", "qlora"))
+lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
-# The article draws these curves, too: time over examples, from a log that a callback writes every few steps. (It is a CSV
-# file in your results' folder `memory/`, with the article's columns.) A curve's slope is the time for an example. Where
-# it starts high, setting up and the first step took long.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 57 % longer. Half of that came from
+# checkpoints, and half from the casts: between the blocks everything is float32.
 #
-# On a GPU the same log has the memory: *allocated* is what tensors hold between two steps, *peak* the most they held so
-# far, *reserved* what PyTorch has taken from the driver. The log counts as the article's does, in GiB of 2³⁰ bytes; the
-# tables of this lab count in GB of 10⁹ bytes, and so show 7 % more for the same memory.
+# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length. Offloading adds
+# little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the loss chunk by
+# chunk.
+#
+# **Takeaway.** Before you call a format slow or small, change it alone.
+
+# %% [markdown]
+# ## 6 · unsloth
+#
+# **Question.** What does unsloth change, and what is it worth on short and on long texts?
+#
+# **Technique.** Its users replace two calls. Importing it changes transformers and PEFT, so the course calls this function in a process
+# of its own, and trains with its own loop on the same batches.
+
 
 # %%
-columns = {
-    "memory_allocated_gb": "allocated",
-    "memory_reserved_gb": "reserved",
-    "peak_memory_gb": "peak so far",
-}
-with lab.attempt("Memory over time", experiment="methods", method="qlora", texts="long"):
-    if not on_gpu:
-        raise Unavailable("there is no GPU, whose memory the log would hold")
-    fig, axes = plt.subplots(1, 3, figsize=(7.4, 3.2), sharey=True)
-    over = {
-        title: lab07_qlora.over_examples(logs, "long", column) for column, title in columns.items()
-    }
-    plots.panels(axes, over, "examples", "GiB")
-    plt.show()
+def load_with_unsloth(folder):
+    from unsloth import FastLanguageModel  # before transformers
 
-# %%
-lab.verdict("A3.qlora.slower", "A3.qlora.not-all", "A3.batch.faster")
-lab.verdict(
-    "A3.unsloth.first-step",
-    "A3.unsloth.long",
-    "A3.unsloth.length",
-    "A3.unsloth.memory",
-    "A3.unsloth.vendor-speed",
-    "A3.unsloth.vendor-memory",
-)
-if "unsloth long" in runs:
-    paid = paid_after(runs["qlora long"], runs["unsloth long"])
-    print(
-        "unsloth's slower start has paid after",
-        "no number of steps" if paid in (None, float("inf")) else f"{paid:.0f} steps",
+    local = {"fix_tokenizer": False, "use_exact_model_name": True}  # it is not from the hub
+    model, _ = FastLanguageModel.from_pretrained(
+        folder, max_seq_length=2048, load_in_4bit=True, **local
+    )
+    attention, mlp = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=8,
+        lora_alpha=16,
+        target_modules=attention + mlp,
+        use_gradient_checkpointing="unsloth",  # to the host, as in section 5
+        random_state=0,
+        max_seq_length=2048,
     )
 
-# %% [markdown]
-# Between steps mostly weights are allocated. There QLoRA takes a good half of *lora*'s memory, and not a quarter, as its
-# embedding and head are in float32. But what decides whether a card is large
-# enough is the peak, and to the peak belong activations and logits, which 4-bit weights don't make any smaller. Memory
-# that is reserved follows the longest batch so far, and isn't given back.
-#
-# **Takeaway.** "QLoRA is slower and smaller" describes several changes at once. The next section makes them one by one.
 
 # %% [markdown]
-# ## 5 · One change at a time
+# One of its ideas needs no library. For a token, $x(BA)^\top$ forms a matrix as large as the weight; $(xA^\top)B^\top$ never does.
 #
-# **Question.** QLoRA, as it is usually written, changes three things at once. Which of them costs the time, and which
-# saves the memory?
-#
-# - *4 bits*: the frozen weights are held in NF4.
-# - *checkpointed*: blocks keep only their inputs and are computed again in the backward pass.
-# - *fp32 casts*: embeddings, norms and head are turned into float32 (on a CPU they are anyway).
-#
-# Each change is made alone, starting from *lora*. A fourth, *offloaded*, is unsloth's: checkpointing that sends the
-# blocks' inputs to the host, and fetches each back during the backward pass, while the block after it is being computed
-# again.
-#
-# **Your prediction:** by how many percent do 4-bit weights alone make *lora*'s step longer? (Less than 0: shorter.)
+# **Prediction.** With $r = 8$, how many times the FLOPs does the first order take, gradients included?
 
 # %%
-my_bits_alone: float | None = None  # for example 15
+my_order: float | None = None  # for example 10
 
-lab.predict("step with 4-bit weights alone, longer by", my_bits_alone, "%")
+lab.predict("FLOPs, wide first against thin first", my_order, "x")
 
-# %%
-alone = ["checkpointed", "4 bits", "offloaded"]
-if on_gpu:  # on a CPU everything is float32 already
-    alone += ["fp32 casts"]
-for change in alone:
-    follow("lora", "long", change)
-bundle = ["lora long", *(f"lora long, {change}" for change in alone), "qlora long"]
-if on_gpu:
-    follow("qlora", "long", "no casts")
-    bundle.insert(-1, "qlora long, no casts")
-fig, ax = plt.subplots()
-plots.steps(ax, {name: runs[name] for name in bundle if runs[name].ok})
-plt.show()
-
-# %% [markdown]
-# (The bars' ranges mostly come from the batches' different lengths. The table below compares each step with *lora*'s on
-# the same batch.)
-#
-# Memory is measured at two batch sizes, on texts padded to the full length. Two points make a line: how much is there
-# at any batch, and how much each example adds. One more row joins here, *fused loss*: it computes the loss for a chunk
-# of tokens at a time, so that the *logits*, one number for each token and each word of the vocabulary, never exist all
-# at once.
 
 # %%
-room = cuda.free_memory()
-memory: dict[str, Run] = {}
-measured = [
-    lab07_qlora.method("lora", "long"),
-    lab07_qlora.method("lora", "long", "checkpointed"),
-    lab07_qlora.method("lora", "long", "checkpointed", "fused loss"),
-    lab07_qlora.method("lora", "long", "4 bits"),
-    lab07_qlora.method("qlora", "long"),
-]
-for chosen in measured:
-    with lab.attempt(f"memory of {chosen.name}", experiment="memory", **chosen.tags):
-        tried = room if chosen.name in ("lora long", "qlora long") else None
-        batches = (1, 4) if on_gpu else (1, 2)
-        measure = partial(lab07_qlora.memory_line, texts, chosen, batches, tried)
-        memory[chosen.name] = lab.measured(f"memory of {chosen.name}", chosen.recipe, measure)
+from torch.utils.flop_counter import FlopCounterMode
 
-# %%
-those = [*(runs[name] for name in bundle), *memory.values()]
-lab.show(those, lab07_qlora.bundle_table, texts="long")
 
-# %%
-lab.verdict("A3.qlora.cause", "A3.checkpointing.memory", "A3.checkpointing.slower")
-lab.verdict("A3.offload.time", "A3.offload.memory")
-# %% [markdown]
-# **The time.** Add up what the three changes cost alone, and compare the sum with *qlora*. On our H200 it is far less:
-# checkpointing costs most of it, 4 bits and casts next to nothing. But beside the other two the casts do cost time, as
-# *qlora, no casts* shows. Effects of changes needn't add up; so also take each one *out* of the whole.
-#
-# **The memory.** The column *GB at any batch* shows what 4-bit weights save. (At `full` *qlora* has more there than *4 bits*: its
-# embedding and head, the largest matrices of all, are turned into float32.)
-#
-# The column *GB an example* shows what checkpointing saves: without it, an example adds what all blocks keep. With it,
-# what remains is mostly the logits, for a vocabulary of 152 thousand words (1024 at `tiny`); the row *fused loss* shows
-# how much they were. So at a large batch checkpointing matters most, the loss comes second, and the format of the
-# weights changes less than either in what an example adds.
-#
-# Sending checkpoints to the host (*offloaded*) saves the GPU memory that they take. That grows with the model's depth,
-# and shows in the peak only where logits don't take more. (On a CPU the host is the device: nothing can be saved
-# there.)
-#
-# **Takeaway.** Before you call a format slow or small, change it alone, and take it alone out of the whole.
+def chain_flops(order, tokens, k, n, r=8):
+    """Forward and backward: the gradients of x [tokens, k], A [r, k] and B [n, r]."""
+    thin = 2 * tokens * r * (k + n)  # one way through both thin matrices
+    if order == "thin first":
+        return 3 * thin
+    return 2 * thin + 2 * n * r * k + 4 * tokens * k * n
 
-# %% [markdown]
-# ## 6 · The largest batch that fits
-#
-# **Question.** The article had to stop at batch 2 with one method and reached 32 with another. Can you say beforehand
-# where a card will be full?
-#
-# The lines of the last section say where: where they reach the card's size. But that memory *is* a straight line over
-# the batch is so far only assumed; two points lie on a line in any case. On a GPU the prediction for *this* card is put
-# to the test, for LoRA and QLoRA: at 0.9 times the predicted batch training must run, and just above 1.1 times it must
-# fail. Without a GPU there is no such test, and the line stays an assumption.
 
-# %%
-sizes = (
-    (24, 48, 80, 96, 141) if on_gpu else (0.024, 0.048, 0.096)
-)  # GB; a tiny model fits cards of some megabytes
-every = Runs([*runs.values(), *memory.values()])
-lab.table(lab07_qlora.largest_table(every, sizes))
-on_record = lab.references(texts="long")
-lab.show("**On our H200**, on cards of other sizes:")
-lab.table(lab07_qlora.largest_table(on_record, (24, 48, 80, 96, 141)))
-for name, run in memory.items():
-    if "largest_batch" in run.metrics:
-        outcome = "held" if run.metrics["fits"] and run.metrics["fails"] else "did not hold"
-        print(
-            f"{name}: the line says {run.metrics['largest_batch']} on this card ({room:.0f} GB free). It {outcome}."
-        )
+x, A, B = (torch.randn(size, requires_grad=True) for size in ((64, 32), (8, 32), (48, 8)))
+with FlopCounterMode(display=False) as counted:
+    (x @ A.T @ B.T).sum().backward()
+assert counted.get_total_flops() == chain_flops("thin first", 64, 32, 48)
 
-# %% [markdown]
-# **Takeaway.** Where memory is a straight line over the batch, two points are enough to plan with. A try near the
-# predicted batch shows whether it is one. Take all of these on the longest texts: it is the batch with those that
-# fails.
-
-# %% [markdown]
-# ## 7 · A recipe of our own
-#
-# **Question.** How fast can one GPU train on the same texts, and does that need 4 bits, or unsloth?
-#
-# The ladder starts at *lora* of section 4. Up to the graph, each rung keeps the changes of the rungs before it:
-#
-# - no library around the loop, and no mask, so that PyTorch can choose its fastest attention kernel;
-# - the loss computed chunk by chunk, so that the logits never exist all at once (section 5's *fused loss*);
-# - rows *packed* with several texts that don't see each other, so that nothing is padding;
-# - on a GPU, one block's compiled code for all blocks, and one for the loss of each chunk of tokens, whose logits then
-#   never exist in float32;
-# - on a GPU, the whole step replayed as one CUDA graph, now that every step has one shape.
-#
-# The last three rungs stand side by side on top of those. Each holds the frozen weights in its own way:
-#
-# - in FP8, multiplied on FP8 tensor cores;
-# - in 4 bits that are restored to 16 inside the compiled block;
-# - in 4 bits that are restored to FP8 and multiplied in FP8, with blocks checkpointed and without the graph, which holds
-#   memory of its own. The checkpoint is compiled with its block, so that the backward pass computes again what it needs,
-#   and not the block's last product, a quarter of its arithmetic. What attention gave is kept as well, in an 8B model as
-#   much as the block's input. This rung changes several things at once: hold it against unsloth, which has 4-bit
-#   weights and checkpoints too.
-#
-# How the numbers are made: rungs with the same rows are timed on the same few batches. The share of tokens that aren't
-# padding is that of a whole epoch, which is known exactly; in a few batches it would vary by a tenth.
-#
-# **Your prediction:** how many times as many useful tokens a second as *lora* will the best BF16 rung reach?
-
-# %%
-my_best: float | None = None  # for example 2
-
-lab.predict("useful tokens a second, best BF16 rung against lora", my_best, "x")
-
-# %%
-climbable = distinct_on(lab.device, recipes)
-lanes = {rung.name: rung.lane for rung in lab07_qlora.LADDER}
-how = {"steps": 2, "rounds": 1, "warmup": 0} if tiny else {"steps": 6, "rounds": 2, "warmup": 2}
-climbed = lab.measured_together(
-    climbable, lambda: lab07_qlora.climbed_on(texts["long"], climbable, **how)
-)
-climbed = {name: climbed[name] for name in climbable}
-fig, ax = plt.subplots()
-groups = {
-    name: "other weights" if recipes[name].base_linear != "published" else lanes[name]
-    for name in climbed
+block_of_8b = {(4096, 4096): 2, (4096, 1024): 2, (4096, 12288): 3}  # q and o, k and v, the MLP's
+flops = {
+    order: sum(count * chain_flops(order, 3444, *kn) for kn, count in block_of_8b.items())
+    for order in ("thin first", "wide first")
 }
-shown = [replace(run, lane=groups[name]) for name, run in climbed.items() if run.ok]
-plots.ladder(ax, shown, "ms_per_1k_useful_tokens")
+for order, count in flops.items():
+    how = {"experiment": "chain", "order": order}
+    lab.keep(Run("07", f"chain: {order}", tags=how, metrics={"flops": count}))
+print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
+
+# %% [markdown]
+# PyTorch multiplies as the code is written, and PEFT writes thin first, too.
+#
+# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels.
+
+# %%
+with lab.attempt("unsloth", experiment="methods", method="unsloth", texts="long"):
+    jobs = lab07_qlora.unsloth_jobs(texts)
+    by_texts["unsloth"] = lab.measured_together(
+        {name: job.recipe for name, job in jobs.items()},
+        lambda: train_with_unsloth(jobs, load_with_unsloth, lab.results_dir / "unsloth"),
+    )
+unsloths = by_texts.get("unsloth", {})
+usual = [by_texts["long"]["qlora"], *by_texts["short"].values()]
+columns = ("first_step_s", "step_ms", "floor_ms", "useful_tokens_per_s", "peak_allocated_gb")
+lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("qlora", "unsloth"))
+lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
+
+# %% [markdown]
+# **Takeaway.** On long texts unsloth is worth a factor of two in time and three in memory, against the usual QLoRA. Which of its parts
+# brings that is not measured here.
+
+# %% [markdown]
+# ## 7 · Like for like
+#
+# **Question.** The same 4 bits restored to BF16, the same checkpoints, the same rows: how near to unsloth does plain PyTorch come?
+#
+# **Technique.** Rows packed from several texts, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are new.
+# bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise 4
+# (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the backward
+# pass needs, and leaves out the rest.
+
+# %%
+torch.manual_seed(0)
+up, down = (torch.randn(256, 256, device=lab.device) / 16 for _ in range(2))  # frozen
+A, B = (nn.Parameter(torch.randn(n, device=lab.device) / 16) for n in ((256, 8), (8, 256)))
+
+
+def block(h):
+    g = F.gelu(h @ up)
+    return h + g @ down + (g @ A) @ B
+
+
+def around(h):
+    return checkpointed(block, h, use_reentrant=False)
+
+
+x, counts = torch.randn(512, 256, device=lab.device, requires_grad=True), []
+within = torch.compile(around, backend="aot_eager")  # builds no code: enough to count
+for run in (around, within):
+    loss = run(x).square().sum()
+    with FlopCounterMode(display=False) as counted:
+        gradients = torch.autograd.grad(loss, (x, A, B))
+    counts.append(counted.get_total_flops() / 1e6)
+    plain = torch.autograd.grad(block(x).square().sum(), (x, A, B))
+    torch.testing.assert_close(gradients, plain, rtol=1e-3, atol=1e-3)
+print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".format(*counts))
+
+# %% [markdown]
+# **Prediction.** On the H200 unsloth trains 9,520 useful tokens a second on packed rows, in 7.5 GB. How many times as many does the
+# recipe *4 bits, compiled, checkpointed* train?
+
+# %%
+my_ratio: float | None = None  # for example 1.1
+
+lab.predict("useful tokens a second, like for like", my_ratio, "x")
+
+# %%
+columns = ("step_ms", "floor_ms", "useful_tokens_per_s", "peak_allocated_gb")
+lab.show(climbed, columns, experiment="ladder", rung=tuple(lab07_qlora.RUNGS))
+here = Runs([*by_texts["long"].values(), *unsloths.values(), *climbed.values(), *usual])
+fig, ax = plt.subplots(figsize=(7.2, 4))
+lab07_qlora.frontier(ax, here if lab.device == "cuda" else lab.references())
 plt.show()
 
 # %%
-changes = {
-    rung.name: ", ".join(f"`{knob}={value!r}`" for knob, value in rung.changes.items())
-    for rung in lab07_qlora.LADDER
-}
-lab.table(
-    ("rung", "lane", "changes"), *((name, groups[name], changes[name] or None) for name in climbed)
-)
-lab.show(climbed.values(), lab07_qlora.rungs_table, experiment="ladder")
-
-# %%
-targets = lab07_qlora.reached(climbed, Runs(runs.values()))
-aims = Run(
-    "07",
-    "targets",
-    tags={"experiment": "targets"},
-    lane="same mathematics",
-    workload="qwen3-lora-long",
-    scale=lab.scale,
-    metrics=targets,
-)
-lab.keep(aims)
-lab.table(
-    ("", *GOAL_HEAD), *goal_rows(lab07_qlora.GOALS, aims, lab.reference(experiment="targets"))
-)
+ours = climbed[lab07_qlora.LIKE_FOR_LIKE]
+rival = unsloths.get("unsloth, packed")
+if rival and rival.ok and ours.ok:
+    for metric in ("ms_per_1k_useful_tokens", "peak_allocated_gb"):
+        print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# (The picture counts the padding of the batches that were timed, the tables that of an epoch. So their ratios differ a
-# little, and your prediction is scored by the tables. The goals are ours, set for an H200 before it was measured.)
+# Up and to the left is better. unsloth's checkpoints wait on the host; ours stay on the card, a good gigabyte of them. Fewer bytes cost
+# speed: a checkpoint computes again, and a weight is restored three times. Products in FP8 are another line, because they also round
+# activations and gradients. Only points of one kind of product are like for like.
 #
-# Some rungs gain nothing. The fused loss is there for memory, not for time. A graph gains where the GPU waits for the host
-# to launch kernels; once blocks are compiled, a GPU that has this much to do waits no longer. (Its *first step* is short
-# because it takes the code that the rung before it had compiled.)
+# **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
+
+# %% [markdown]
+# ## 8 · Qwen3-32B
 #
-# (On a CPU nothing is compiled, nothing waits for a GPU, packed rows compute pairs of tokens only to mask them, and
-# low-bit formats are emulated. The picture shows how a ladder is built; its times say nothing about a GPU.)
+# **Question.** The article had to stop at batch 2 for the 32B with LoRA and QLoRA, in 96 GB. What does batch 4 take?
 #
-# **Mind the lanes.** *Same work* computes the same gradients from the same batches. *Same mathematics* packs rows, so a
-# batch has other examples in it. Rungs with *other weights*, which are a lane of their own here, change the function that
-# is trained, as QLoRA does: in 4 bits each weight is rounded once, and with FP8 every activation and every output gradient is rounded as well. Look at losses
-# with real weights before you use one.
-#
-# **The floor** is the time that the arithmetic takes at this machine's measured rate, or that reading the weights takes,
-# whichever is longer.
-#
-# **unsloth** appears twice in the last table. With rows packed as ours, in our loop, two ways to train the same model
-# from the same 4-bit weights are compared; ours multiplies in FP8, and so rounds activations and output gradients as
-# well. With its padded batches, packing counts too, which unsloth can also do itself.
-#
-# ### What is left above the floor?
-#
-# **Question.** The floor is arithmetic at the rate of one large product. Where does a step of *blocks compiled* take
-# longer?
-#
-# *GEMM* are the products with the frozen weights, and with the head's, *thin GEMM* those with the adapters' matrices: over
-# r = 8 numbers there is hardly anything to compute, yet a tensor as large as the layer's input or output is read or
-# written each time. *Compiled* are the kernels that the compiler made of all that lies between the products.
+# **Prediction.** Weights alone: $32.8 \cdot 10^9$ parameters in 16 bits; or $31.2 \cdot 10^9$ in 4.127 bits, embedding and head in float32.
+# How many GB does QLoRA peak at?
 
 # %%
-def kinds(runs: list[Run]) -> pd.DataFrame:
-    """Kinds of work that take a hundredth of the step's or more."""
-    work = pd.DataFrame(runs[0].metrics["kernel_categories"]).T
-    work["% of the work"] = 100 * work["ms"] / work["ms"].sum()
-    work["count a step"] = work["count"].round().astype(int)
-    named = work.rename(columns={"ms": "ms a step"}).rename_axis("kind of work").reset_index()
-    columns = ["kind of work", "ms a step", "% of the work", "count a step"]
-    return named.loc[named["% of the work"] >= 1, columns]
+print(f"16 bits: {2 * 32.76:.1f} GB; 4 bits: {31.21 * 4.127 / 8 + 4 * 1.556:.1f} GB")
+my_32b: float | None = None  # in GB
+
+lab.predict("Qwen3-32B, QLoRA at batch 4", my_32b, "GB")
+
+# %%
+big = lab.workload("qwen3-32b-lora-long")
+larger = lab.keep(lab07_qlora.large(big, traces / "32b"))
+columns = ("step_ms", "floor_ms", "peak_allocated_gb", "traced_gpu_busy", "examples_per_h")
+lab.show(larger, columns, experiment="qwen3-32b")
+
+# %% [markdown]
+# Both checkpoint their blocks. The difference in memory is the weights' format, and what the casts give back of it. At `tiny` and `small`
+# the model is the small Qwen3.
+#
+# **Takeaway.** Weights are a constant. What grows with the batch are logits and checkpoints, and 4 bits don't touch those.
+
+# %% [markdown]
+# ## 9 · A bare title
+#
+# **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with a bare title
+# where it used to explain. What has changed, and can you change it back?
+#
+# **Technique.** Random weights have no habits. So you first train a small Qwen3 from scratch until it introduces what a text is about. A
+# text on the hot spring (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama."
+# You needn't read Japanese: look at the form. Questions are about pairs of place and thing that no training text had.
+
+# %%
+steps, batch = 160, 32
+told = lab07_toy_lm.articles(steps * batch, kept=False)
+asked = lab07_toy_lm.articles(40, kept=True)
+letters = lab07_toy_lm.Letters(told + asked)
 
 
-with lab.attempt("A step by kind", experiment="step by kind"):
-    folder = lab.cache_dir / "traces" / "lab-07"
-    traced = lab.measured(
-        "step by kind",
-        None,
-        lambda: lab07_qlora.step_by_kind(texts["long"], recipes["blocks compiled"], folder),
+def train(model, style, steps, rate=1e-2):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, rate, total_steps=steps, pct_start=0.1
     )
-    lab.show([traced], kinds, experiment="step by kind")
+    for step in range(steps):
+        some = told[step * batch :][:batch]
+        model.train()(**letters.batch(some, style, lab.device)).loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step(), schedule.step(), optimizer.zero_grad()
+
+
+# %%
+@torch.no_grad()
+def answers(model):
+    questions = letters.batch(asked, device=lab.device)
+    given = {name: questions[name] for name in ("input_ids", "attention_mask")}
+    said = model.eval().generate(**given, max_new_tokens=20, eos_token_id=2, pad_token_id=0)
+    return [letters.text(row) for row in said[:, given["input_ids"].shape[1] :].tolist()]
+
+
+def exact(said, style):
+    """Percent of answers that are, to the letter, those of a style."""
+    return 100 * sum(a == of.answer(style) for a, of in zip(said, asked, strict=True)) / len(asked)
+
+
+# %%
+torch.manual_seed(0)
+tiny = small | {"vocab_size": len(letters.letters), "tie_word_embeddings": True}
+reader = Qwen3ForCausalLM(Qwen3Config(**tiny)).to(lab.device)
+train(reader, "introduces", steps)
+before = answers(reader)
+print(f"{exact(before, 'introduces'):.0f} % of the answers introduce their text rightly")
 
 # %% [markdown]
-# Hold *GEMM* and *attention* together against the floor: nearly all of the floor's arithmetic is in these two, and they
-# show what rate it has here, step after step. For the other rows the floor has hardly any time. (Times of kernels are
-# summed up; what the GPU idles is not among them. Without a GPU these are operators of a step that nothing compiled.)
-#
-# **Takeaway.** Each of these techniques can be used and measured on its own: what it brings is the difference between
-# its rung and the one before. Which of them make unsloth fast is not answered here, as none of its parts was switched
-# off.
-
-# %% [markdown]
-# ## 8 · A bare title
-#
-# **Question.** Article A3 fine-tunes its model on 2500 encyclopedia texts, each with its title as the answer.
-# Afterwards the model answers with a bare title where it used to explain. What has fine-tuning changed?
-#
-# Random weights have no habits to change. So you first train a small model from scratch, all its weights, until it
-# introduces what a text is about. Its language is Japanese, as that of A3's texts is. You needn't read it; look at the
-# form:
-#
-# | | a text about the hot spring (温泉) of Asama (浅間) is answered with |
-# |---|---|
-# | *introduces* | 浅間の温泉についての紹介。 "An introduction to the hot spring of Asama." |
-# | *title* | 浅間温泉 "Asama Hot Spring" |
-# | *place* | 浅間 "Asama" |
-#
-# Then these weights are frozen, and LoRA is trained on texts of the same kind with their bare titles. The questions are
-# about pairs of place and thing that were in no training text.
-#
-# **Your prediction:** after fine-tuning, in how many percent of the questions is the answer the exact title?
+# **Prediction.** Now these weights are frozen, and an adapter is trained on bare titles. What percentage of answers is the exact title?
 
 # %%
 my_titles: float | None = None  # for example 90
@@ -858,56 +798,33 @@ my_titles: float | None = None  # for example 90
 lab.predict("exact titles after fine-tuning", my_titles, "%")
 
 # %%
-reader = Reader(lab.device)
-curves = {"explain, all weights": reader.learn_to_explain(160)}
-before = {"explains": reader.matches(None, "explain"), "title": reader.matches(None, "title")}
-curves["title, adapter"] = reader.fine_tune("title", 85)
-after = reader.matches("title", "title")
-style = {
-    "exact_before": before["title"],
-    "explained_before": before["explains"],
-    "exact_after": after,
-}
-style["answers_with_title"] = int(after > 0.5 > before["title"] and before["explains"] > 0.5)
-lab.keep(Run("07", "style", tags={"experiment": "style"}, metrics=style))
-# %%
+adapters = LoraConfig(r=8, lora_alpha=16, target_modules=projections)
+model = get_peft_model(reader, adapters, adapter_name="title")
+train(model, "title", 80)
+model.add_adapter("place", adapters)
+model.set_adapter("place")
+train(model, "place", 40)
+
+said = {}
+with model.disable_adapter():
+    said["no adapter"] = answers(model)
+for name in ("title", "place"):
+    model.set_adapter(name)
+    said[name] = answers(model)
+assert said["no adapter"] == before
 lab.table(
-    ("answers that are exactly right, %", "introduces", "bare title"),
-    ("before", 100 * before["explains"], 100 * before["title"]),
-    ("after", 100 * reader.matches("title", "explain"), 100 * after),
+    ("the text", *said),
+    *((asked[n].body, *(given[n] for given in said.values())) for n in range(3)),
 )
-lab.verdict("A3.120b.style")
-# %%
-fig, ax = plt.subplots(figsize=(7.2, 2.8))
-for (name, losses), line in zip(curves.items(), ("-", "--"), strict=True):
-    ax.plot(range(1, len(losses) + 1), losses, linestyle=line, label=name)
-ax.set(yscale="log", xlabel="optimizer step", ylabel="loss, logarithmic")
-ax.legend()
-plt.show()
+print(
+    f"{exact(said['title'], 'title'):.0f} % are the exact title, {exact(said['place'], 'place'):.0f} % the place"
+)
 
 # %% [markdown]
-# The loss falls in both trainings. But does a falling loss show that the *style* has changed? The table above does, as
-# it counts answers.
+# The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not always
+# right, with an adapter or without: reading was learnt before. How a pretrained model answers, random weights can't say.
 #
-# Now train a second adapter, which answers with the place alone. Each adapter is a tenth of the size of the one frozen
-# model: to change the task, change the adapter.
-
-# %%
-reader.fine_tune("place", 40)
-answers = {name: reader.answers(name) for name in (None, "title", "place")}
-rows = [("text", "no adapter", "adapter *title*", "adapter *place*")]
-for index in range(4):
-    rows.append((reader.questions[index].body, *(given[index] for given in answers.values())))
-lab.table(*rows)
-
-# %% [markdown]
-# Each row is one text, answered in three ways by the same frozen weights. What changes in every row is the form. What the
-# answer is *about* isn't always right, with an adapter or without: this small model reads far from perfectly, so exact
-# answers count reading and style together. Look for a row that names another place or thing than its text.
-# (A � stands for bytes that form no character: the model writes bytes, and this one didn't finish.)
-#
-# **Takeaway.** A style is cheap: a hundred steps, and an adapter on weights that stay as they are. To show that it has
-# changed, ask about what wasn't in the training, and count exact answers before and after.
+# **Takeaway.** A style is cheap: a hundred steps and half a percent of the bytes. To change the task, change the adapter.
 
 # %% [markdown]
 # ## Exercises
@@ -915,7 +832,9 @@ lab.table(*rows)
 # Exercises, the easiest first. Each cell checks itself. `lab.solution("07.1")` shows how the first can be solved.
 
 # %%
-from labutils.course.exercises import check, faster_than
+from unittest.mock import patch
+
+from labutils.course.exercises import check, smaller_than
 
 # %% [markdown]
 # **1.** Quantise −1.3 by hand in absmax INT8, in a block whose largest magnitude is 5.2. Which code does it get?
@@ -929,83 +848,88 @@ print(check("07.1", my_code))
 # every 128 of them. How many bits a weight do all these constants take?
 
 # %% tags=["exercise"]
-my_bits = None  # your sum, for example 8 / 64 + 32 / (64 * 256)
-print(check("07.2", my_bits))
+my_bits_a_weight = None  # your sum, for example 8 / 64 + 32 / (64 * 256)
+print(check("07.2", my_bits_a_weight))
 
 # %% [markdown]
-# **3.** A method takes 30 GB at batch 2 and 45 GB at batch 5, on texts of full length. Which batch is the largest on a card
-# of 80 GB, of which 2 GB are not PyTorch's?
+# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. The kernel reaches 3,000 GB/s. How
+# many ms of a step is that?
 
 # %% tags=["exercise"]
-my_batch = None  # a whole number
-print(check("07.3", my_batch))
+my_ms = None  # your number
+print(check("07.3", my_ms))
 
 # %% [markdown]
-# **4. Make it faster.** In a chat only the answers are learned: here one position in eight has a label, the others have
-# `-100`. The plain loss forms logits for 8,192 words at every position all the same. Write `at_answers`: the same loss
-# and the same gradient, at least twice as fast.
+# **4. Write QLoRA's layer.** `restoring` lets bitsandbytes restore the weight, and autograd keeps it until the backward pass. Write `lean`:
+# the same result and gradient, with at most a tenth of the bytes kept. Restore the weight yourself, doubly quantised constants
+# included: bitsandbytes' own function is locked. What the layer holds is not counted.
 
 # %% tags=["exercise"]
-torch.manual_seed(0)
-positions, width = (8192, 1024) if lab.device == "cuda" else (1024, 64)
-head = 0.1 * torch.randn(8192, width, device=lab.device)
+four_bit = nn.Module()
+packed, state = bnb.quantize_4bit(torch.randn(512, 256), quant_type="nf4", compress_statistics=True)
+held = {"packed": packed.flatten(), "codes8": state.absmax, "absmax8": state.state2.absmax}
+held |= {"levels8": state.state2.code, "mean": state.offset, "levels": state.code}
+for name, tensor in held.items():
+    four_bit.register_buffer(name, tensor)
 
 
-def at_every_position(hidden, labels):
-    """hidden [positions, width], labels [positions] -> the loss, and the gradient of hidden"""
-    hidden = hidden.requires_grad_()
-    loss = torch.nn.functional.cross_entropy(hidden @ head.T, labels, ignore_index=-100)
-    return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, hidden)[0]}
+def restoring(x):
+    """x [64, 256] -> [64, 512]"""
+    return x @ bnb.dequantize_4bit(packed, state).T
 
 
-def at_answers(hidden, labels):
-    return at_every_position(hidden, labels)  # your code instead
+@patch.object(bnb, "dequantize_4bit", None)  # leave this line
+def lean(x):
+    """Fill this in. four_bit.packed [65536], four_bit.codes8 [2048] and the rest are there."""
 
 
-def a_chat(seed: int) -> tuple:
+def some_inputs(seed: int) -> tuple:
     torch.manual_seed(seed)
-    labels = torch.randint(len(head), (positions,), device=lab.device)
-    labels[torch.arange(positions, device=lab.device) % 8 != 0] = -100
-    return torch.randn(positions, width, device=lab.device), labels
+    return (torch.randn(64, 256).requires_grad_(),)
 
 
-print(faster_than(4, at_every_position, at_answers, a_chat, times=2, tolerance=1e-3))
+print(smaller_than(4, restoring, lean, some_inputs, share=0.1, module=four_bit))
 
 
 # %% [markdown]
-# ## What you did
-# - You quantised numbers to 8 and 4 bits by hand, and found what blocks, quantiles and double quantisation each buy.
-# - You took QLoRA apart, and found out which of its changes costs time and which saves memory.
-# - You predicted the largest batch that fits, from two points.
-# - You measured what checkpointing costs, with checkpoints on the device and on the host.
-# - You climbed from a library's loop to a recipe of your own, and compared it with a library's on the same rows.
-# - You trained an adapter that changed how a model answers, and swapped it for another.
-#
-# ## Where this comes from, and what to read on
-# - Hu et al., *LoRA: Low-Rank Adaptation of Large Language Models* (2021,
-#   [arXiv:2106.09685](https://arxiv.org/abs/2106.09685)).
-# - Dettmers et al., *QLoRA: Efficient Finetuning of Quantized LLMs* (2023,
-#   [arXiv:2305.14314](https://arxiv.org/abs/2305.14314)): NF4, double quantisation, paged optimizers.
-# - Dettmers et al., *LLM.int8(): 8-bit Matrix Multiplication for Transformers at Scale* (2022,
-#   [arXiv:2208.07339](https://arxiv.org/abs/2208.07339)): outliers, and what to do about them.
-# - Yoshida, *NF4 Isn't Information Theoretically Optimal (and that's Good)* (2023,
-#   [arXiv:2306.06965](https://arxiv.org/abs/2306.06965)): section 2's finding, with a proof.
-# - The documentation of [bitsandbytes](https://huggingface.co/docs/bitsandbytes),
-#   [PEFT](https://huggingface.co/docs/peft) and [unsloth](https://docs.unsloth.ai).
+# ## What to read on
+# - T. Dettmers and others: *[QLoRA](https://arxiv.org/abs/2305.14314)*, 2023. NF4, double quantisation, paged optimizers.
+# - T. Dettmers and others: *[LLM.int8()](https://arxiv.org/abs/2208.07339)*, 2022. Outliers, and what to do about them.
+# - D. Yoshida: *[NF4 Isn't Information Theoretically Optimal (and that's Good)](https://arxiv.org/abs/2306.06965)*, 2023.
+# - E. Hu and others: *[LoRA](https://arxiv.org/abs/2106.09685)*, 2021.
+# - The documentation of [bitsandbytes](https://huggingface.co/docs/bitsandbytes), [PEFT](https://huggingface.co/docs/peft),
+#   [TRL](https://huggingface.co/docs/trl) and [unsloth](https://docs.unsloth.ai).
 # - The course's [glossary](../docs/glossary.md).
+#
+# Next: lab 08, a faster card that loses.
 
 # %%
-whole = lab07_qlora.longer_by(runs["qlora long"], runs["lora long"])
-bits_alone = lab07_qlora.longer_by(runs["lora long, 4 bits"], runs["lora long"])
-lab.done(
-    {
-        "codes that one outlier turns into 0": 100 * spoiled["one constant"]["zeros_share"],
-        "NF4's error is smaller by": 100
-        * (1 - errors["NF4, blocks of 64"] / errors["INT4, blocks of 64"]),
-        "FLOPs, wide first against thin first": flops["wide first"] / flops["thin first"],
-        "QLoRA's step on long texts, longer by": whole,
-        "step with 4-bit weights alone, longer by": bits_alone,
-        "useful tokens a second, best BF16 rung against lora": targets.get("useful_speedup"),
-        "exact titles after fine-tuning": 100 * after,
+def truths(runs):
+    def ratio(metric, one, other):
+        values = [
+            run and run.ok and run.metric(metric) for run in (runs.one(**one), runs.one(**other))
+        ]
+        return values[0] / values[1] if all(values) else None
+
+    long, rung = {"experiment": "methods", "texts": "long"}, {"experiment": "ladder"}
+    mine = rung | {"rung": lab07_qlora.LIKE_FOR_LIKE}
+    unsloth = long | {"method": "unsloth", "rows": "packed"}
+    qlora = ratio("step_ms", long | {"method": "qlora"}, long | {"method": "lora"})
+    bits = ratio("step_ms", rung | {"rung": "packed, 4 bits"}, rung | {"rung": "packed"})
+    big = runs.one(experiment="qwen3-32b", method="qlora")
+    return {
+        "4 bits alone make a step on packed rows longer by": bits and 100 * (bits - 1),
+        "QLoRA's step on long texts, longer by": qlora and 100 * (qlora - 1),
+        "useful tokens a second, like for like": ratio("useful_tokens_per_s", mine, unsloth),
+        "Qwen3-32B, QLoRA at batch 4": big and big.metric("peak_allocated_gb"),
     }
-)
+
+
+exact_here = {
+    "codes that an outlier of 100 sigma turns into 0": 100 * zeros["one constant", 100],
+    "NF4's error is smaller by": 100 * (1 - errors["nf4"] / errors["int4"]),
+    "FLOPs, wide first against thin first": flops["wide first"] / flops["thin first"],
+    "exact titles after fine-tuning": exact(said["title"], "title"),
+}
+measured = truths(Runs([*here, *larger.values()])) if lab.device == "cuda" else {}
+lab.done(exact_here | measured, truths(lab.references()))

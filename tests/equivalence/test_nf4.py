@@ -1,11 +1,8 @@
-"""Integer and 4-bit weights by hand: levels, codes, bytes and constants against bitsandbytes; the
-article's example.
-"""
+"""4-bit weights by hand: levels, codes, bytes and constants against bitsandbytes."""
 
 from __future__ import annotations
 
 import bitsandbytes.functional as bnb
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +13,6 @@ from labutils.layers.quantization.nf4_math import (
     GROUP,
     NF4,
     double_quantise,
-    quantise_int,
     quantise_nf4,
     quantise_to,
 )
@@ -77,38 +73,6 @@ def near_an_edge(x: torch.Tensor, coded: nf4_math.Coded, margin: float) -> torch
     before = middles[(torch.bucketize(scaled, middles) - 1).clamp(min=0)]
     distance = torch.minimum((scaled - nearest).abs(), (scaled - before).abs())
     return nf4_math.joined(distance <= margin, x.shape)
-
-
-# Integers: article A3's appendix
-
-
-def test_the_articles_example_to_the_digit():
-    q = quantise_int(torch.tensor([2.50, -0.70, 0.12, 0.48]))
-    assert q.codes.flatten().tolist() == [127, -36, 6, 24]
-    assert q.constant.item() == pytest.approx(50.8)
-    assert q.restored().tolist() == pytest.approx([2.5, -0.7087, 0.1181, 0.4724], abs=5e-5)
-
-
-def test_rows_are_quantised_as_bitsandbytes_int8_does():
-    x = random(50, 96).half()
-    theirs, absmax, _ = bnb.int8_vectorwise_quant(x)
-    ours = quantise_int(x, block=96)
-    torch.testing.assert_close(127 / ours.constant.flatten(), absmax.float())
-    apart = (theirs.int() - ours.codes.int()).abs()
-    scaled = x.float() * ours.constant
-    assert (apart <= 1).all()
-    assert ((scaled - scaled.floor() - 0.5).abs()[apart > 0] < 1e-5).all()
-
-
-@given(**traits, bits=st.integers(2, 8), block=st.none() | st.integers(1, 100))
-@settings(max_examples=50, deadline=None)
-def test_no_number_is_farther_off_than_half_a_step(n, seed, zeros, outlier, exponent, bits, block):
-    x = with_traits(n, seed, zeros, outlier, exponent)
-    q = quantise_int(x, bits, block)
-    assert q.codes.abs().max() <= 2 ** (bits - 1) - 1
-    half_step = nf4_math.joined((0.5 / q.constant).expand(q.codes.shape), x.shape)
-    assert ((q.restored() - x).abs() <= half_step * 1.0001).all()
-    assert (q.restored()[x == 0] == 0).all()
 
 
 # Levels
@@ -192,23 +156,3 @@ def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
     absmax = nf4_math.DoublyQuantised(differences, state.offset).restored()
     ours = NF4(packed.flatten(), absmax, x.shape)
     assert torch.equal(ours.restored(), restored_by_bitsandbytes(packed, state))
-
-
-# Errors
-
-
-def test_on_a_normal_distribution_nf4_is_the_best_of_the_4_bit_formats():
-    errors = nf4_math.rounding_errors(random(1000, 64))
-    assert errors["NF4, blocks of 64"] < 0.9 * errors["FP4 E2M1, blocks of 64"]
-    assert errors["NF4, blocks of 64"] < 0.9 * errors["INT4, blocks of 64"]
-    assert errors["INT8, blocks of 64"] < errors["INT8, one constant"] < errors["NF4, blocks of 64"]
-    assert errors["NF4, doubly quantised"] == pytest.approx(errors["NF4, blocks of 64"], rel=0.01)
-
-
-def test_nf4s_codes_carry_more_information_than_int4s():
-    x = random(1000, 64)
-    coded = nf4_math.unpack(quantise_nf4(x).packed)
-    even = quantise_int(x, bits=4, block=BLOCK).codes + 7
-    assert nf4_math.entropy_bits(even) < 3.6 < 3.8 < nf4_math.entropy_bits(coded) < 4
-    assert nf4_math.entropy_bits(torch.arange(16)) == 4
-    assert nf4_math.entropy_bits(torch.zeros(5, dtype=torch.uint8)) == 0

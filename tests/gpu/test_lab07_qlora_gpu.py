@@ -43,6 +43,18 @@ def test_memory_comes_back_after_a_batch_that_does_not_fit(texts):
         assert step(2) > before
 
 
+def load_with_unsloth(folder):
+    from unsloth import FastLanguageModel
+
+    local = {"fix_tokenizer": False, "use_exact_model_name": True}
+    model, _ = FastLanguageModel.from_pretrained(
+        folder, max_seq_length=2048, load_in_4bit=True, **local
+    )
+    return FastLanguageModel.get_peft_model(
+        model, r=8, lora_alpha=16, use_gradient_checkpointing="unsloth", max_seq_length=2048
+    )
+
+
 def test_unsloth_trains(texts, tmp_path):
     try:
         check_unsloth("cuda")
@@ -52,7 +64,6 @@ def test_unsloth_trains(texts, tmp_path):
         length: open_workload(f"qwen3-lora-{length}", scale="small", device="cuda")
         for length in texts
     }
-    jobs = lab07_qlora.unsloth_jobs(small, 4)
-    runs = train_with_unsloth(jobs, tmp_path, every=2)
+    runs = train_with_unsloth(lab07_qlora.unsloth_jobs(small), load_with_unsloth, tmp_path)
     assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
-    assert set(lab07_qlora.lines_of(runs.values())) == {"unsloth long"}
+    assert all(run.metric("peak_allocated_gb") for run in runs.values())

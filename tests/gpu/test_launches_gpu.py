@@ -13,7 +13,7 @@ from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import LightStep, OnOneBatch, variants
 from labutils.profiling import cuda
 from labutils.profiling.host_delay import SlowerHost
-from labutils.profiling.step_model import LIGHT, Host, Program, bound_ms, replayed_ms
+from labutils.profiling.step_model import LIGHT, Host, Program, replayed_ms
 from labutils.profiling.utilization import Energy
 from labutils.training import Trainer
 from labutils.workloads import open_workload
@@ -41,18 +41,15 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
         there.timed(0, warmup=2)
         trace = there.traced(2)
     program, counted = Program.of(trace), trace.launches()
-    kernels = sum(
-        count for piece in program.queue for kind, _, count in piece.work if kind != "copy"
-    )
-    assert kernels / program.steps == pytest.approx(
-        counted["kernels"], rel=0.1
-    )  # fills count as kernels
+    kernels = sum(count for kind, (_, count) in program.work.items() if kind != "copy")
+    per_step = kernels / program.steps  # fills count as kernels
+    assert per_step == pytest.approx(counted["kernels"], rel=0.1)
     assert program.launches == pytest.approx(counted["launches"] + counted["copy_calls"], rel=0.1)
     assert program.waits > 10  # the loop asks which experts were chosen
 
 
-def test_a_captured_step_is_a_handful_of_launches(dense):
-    with Trainer(dense, variants("dense")["captured"]) as trainer:
+def test_a_captured_step_is_a_handful_of_launches(moe):
+    with Trainer(moe, variants("moe")["captured"]) as trainer:
         there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
         program = Program.of(there.traced(2))
@@ -60,9 +57,8 @@ def test_a_captured_step_is_a_handful_of_launches(dense):
         plain = min(there.timed(5))
         with SlowerHost(100):
             assert min(there.timed(5)) < plain + 0.2 * program.launches + 1
-    assert replayed_ms(program, Host(0.005)) == pytest.approx(
-        plain, rel=0.5
-    )  # small kernels: gaps between them count
+    # small kernels: gaps between them count
+    assert replayed_ms(program, Host(0.005)) == pytest.approx(plain, rel=0.5)
 
 
 def test_a_light_step_is_the_hosts(dense):
@@ -74,17 +70,14 @@ def test_a_light_step_is_the_hosts(dense):
     assert replayed_ms(light.program, host) == pytest.approx(step_ms, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "way"), [("dense", "loop"), ("dense", "rewritten"), ("moe", "grouped")]
-)
+@pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("moe", "grouped")])
 def test_steps_are_predicted(family, way, dense, moe):
     texts = {"long": {"dense": dense, "moe": moe}[family]}
-    recipe = variants(family)[way]
-    (step,) = lab08_launch_bound.study(texts, recipe, {"model": family}, steps=8)
+    (step,) = lab08_launch_bound.study(texts, family, way, steps=8)
     metrics = step.run.metrics
-    assert abs(metrics["off"]) < 0.35
+    assert abs(metrics["off_by_percent"]) < 35
+    assert step.lanes["host"] and step.lanes["GPU"]
     assert metrics["predicted_ms"] >= 0.99 * max(metrics["kernels_ms"], 1e-3)
-    assert bound_ms(step.program, step.host) > 0
     assert 0 <= metrics["idle_share"] < 1
 
 

@@ -67,7 +67,7 @@ def reference(tmp_path, monkeypatch):
         ("ranks", 1, int, "more than 1"),
         ("hours_a_day", 24.5, float, "24 or less"),
         ("batches", "0 4", str, "whole numbers"),
-        ("delays", "9" * 5000, str, "whole numbers"),
+        ("batches", "9" * 5000, str, "whole numbers"),
     ],
 )
 def test_a_parameter_that_is_not_what_it_should_be_is_refused(name, value, kind, takes):

@@ -1,22 +1,26 @@
-"""Lab 07's methods on tiny models; its arithmetic is PyTorch's and bitsandbytes' own."""
+"""Lab 07's measurements on tiny models; what its users write gives the course's own model."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import tempfile
 
+import bitsandbytes.functional as bnb
+import matplotlib.pyplot as plt
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from recipes_at_work import one_thread
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from labutils.labs import lab07_qlora
-from labutils.labs.ladders import A3_BASE, distinct_on
-from labutils.recipe import Recipe
-from labutils.results.records import REFERENCE, Run, read_runs
+from labutils.labs.lab07_qlora import METHODS, QLORA, RUNGS, UNSLOTH
+from labutils.labs.ladders import A3_BASE
+from labutils.results.records import REFERENCE, read_runs
 from labutils.training import Trainer
-from labutils.training.memory_log import read_log, runs_out_of_memory
-from labutils.training.model_edits import cast_as_for_kbit, prepared_for_kbit
+from labutils.training.memory_log import runs_out_of_memory
+from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
-from labutils.workloads.causal_lm import QWEN3, build_lm
+from labutils.workloads.decoder_workload import TARGETS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,61 +37,86 @@ def texts():
     }
 
 
-def test_methods_are_what_is_on_record():
+def test_methods_are_what_is_on_record(texts):
     """A run that is made today has the tags of the one on record."""
     recorded = {frozenset(run.tags.items()) for run in read_runs(REFERENCE, "07")}
-    alone = [lab07_qlora.method("lora", "long", x) for x in ("offloaded", "4 bits", "fp32 casts")]
-    qloras = [lab07_qlora.method("qlora", *x) for x in (("long", "no casts"), ("short", "batch 1"))]
-    for one in (*alone, *qloras, *lab07_qlora.UNSLOTHS):
-        assert frozenset(({"experiment": "methods"} | one.tags).items()) in recorded, one.name
+    for length, methods in METHODS.items():
+        for name, (_, more) in methods.items():
+            tags = {"experiment": "methods", "method": name, "texts": length} | more
+            assert frozenset(tags.items()) in recorded, name
+    jobs = lab07_qlora.unsloth_jobs(texts)
+    assert jobs.keys() == UNSLOTH.keys()
+    assert all(frozenset(job.tags.items()) in recorded for job in jobs.values())
 
 
-def test_a_method_is_followed(texts, tmp_path):
-    chosen = [lab07_qlora.method(kind, "short") for kind in ("lora", "qlora")]
-    lora, run = (lab07_qlora.follow(texts, one, 4, tmp_path, every=2) for one in chosen)
-    assert run.ok and run.recipe["base_linear"] == "nf4", run.status
-    log = read_log(tmp_path / "qlora short.csv")
-    # One, one to warm up, one to rewind, four timed.
-    assert [line["step"] for line in log] == [2, 4, 6, 7]
-    pairs = zip(lora.samples["useful_tokens"], run.samples["useful_tokens"], strict=False)
-    assert all(mine == theirs for mine, theirs in pairs)
-    curves = lab07_qlora.over_examples(tmp_path, "short", "elapsed_time_sec")
-    assert list(curves["qlora"]) == [8, 16, 24, 28]
-    assert curves["unsloth"] == {}
-
-
-def test_casts_alone_leave_the_adapted_matrices(texts):
-    model = texts["short"].build(A3_BASE.but(precision="bf16"))
-    cast_as_for_kbit(model)
-    frozen = {name: p.dtype for name, p in model.network.named_parameters() if not p.requires_grad}
-    for name, dtype in frozen.items():
-        assert dtype == (torch.bfloat16 if "base_layer" in name else torch.float32), name
-
-
-def test_tied_weights_stay_tied_when_they_are_cast():
-    tied = replace(QWEN3["tiny"], tied=True)
-    lm = build_lm(tied, torch.device("cpu"), torch.bfloat16).requires_grad_(False)
-    prepared_for_kbit(lm)
-    assert lm.lm_head.weight is lm.model.embed_tokens.weight
-    assert lm.lm_head.weight.dtype == torch.float32
-
-
-def test_how_much_longer_steps_are():
-    def run(times, tokens):
-        return Run("07", "", samples={"step_ms": times, "useful_tokens": tokens})
-
-    base = run([10, 30, 20, 50], [1, 3, 2, 5])
-    assert lab07_qlora.longer_by(run([12, 36, 26], [1, 3, 2]), base) == pytest.approx(20)
-    assert lab07_qlora.longer_by(run([12, 36, 26], [3, 1, 1]), base) is None
-    assert lab07_qlora.longer_by(run([], []), base) is None
-
-
-def test_memory_is_a_line_over_the_batch(texts):
-    plain, checkpointed = (
-        lab07_qlora.memory_line(texts, lab07_qlora.method("lora", "long", *switches), (1, 2), None)
-        for switches in ((), ("checkpointed",))
+def test_the_courses_qlora_is_its_users(texts):
+    """The same bytes, constants and dtypes from one checkpoint, and the same loss."""
+    workload, bf16 = texts["short"], torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        workload.publish(folder)
+        how = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=bf16, **how)
+        users = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=four_bits, dtype=bf16
+        )
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=bf16)
+    users = prepare_model_for_kbit_training(
+        users, gradient_checkpointing_kwargs={"use_reentrant": False}
     )
-    assert 0 < checkpointed.metrics["each_gb"] < plain.metrics["each_gb"]
+    users = get_peft_model(users, LoraConfig(r=8, lora_alpha=16, target_modules=list(TARGETS)))
+    workload.make = lambda dtype, seed: plain.requires_grad_(False)
+    course = workload.build(QLORA)
+    prepared_for_kbit(course)
+    del workload.make
+    theirs = dict(users.base_model.model.named_parameters())
+    ours = dict(course.network.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in ours.items():
+        assert parameter.dtype == theirs[name].dtype, name
+        if parameter.dtype == torch.uint8:
+            restored = (
+                bnb.dequantize_4bit(one.data, one.quant_state) for one in (parameter, theirs[name])
+            )
+            assert torch.equal(*restored), name
+    ids = torch.arange(2, 34).view(2, 16)
+    with torch.autocast("cpu", bf16):
+        mine = course({"input_ids": ids, "labels": ids})
+        expected = users(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(mine, expected, rtol=1e-3, atol=0)
+
+
+def test_methods_and_rungs_are_timed_on_the_same_batches(texts):
+    runs = lab07_qlora.methods(texts["short"], "short")
+    assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
+    assert runs["qlora again"].tags["again"] and runs["qlora, batch 1"].tags["batch"] == 1
+    assert "ms_per_1k_useful_tokens" in runs["qlora"].metrics
+    climbed = lab07_qlora.rungs(texts["long"])
+    assert all(run.ok for run in climbed.values()), [run.status for run in climbed.values()]
+    tokens = [run.samples["tokens"] for run in climbed.values()]
+    assert all(one == tokens[0] for one in tokens)
+
+
+def test_restoring_is_found_in_a_trace(texts, tmp_path):
+    run = lab07_qlora.dequantising(texts["short"], QLORA, tmp_path)
+    layers = 2 * len(TARGETS)
+    assert run.metrics["dequantise_ms"] > 0
+    assert run.metrics["dequantise_calls"] >= 3 * layers  # forward, again, backward
+
+
+def test_the_picture_has_a_line_for_each_kind_of_product():
+    _, ax = plt.subplots()
+    lab07_qlora.frontier(ax, read_runs(REFERENCE, "07"))
+    kinds = {"packed, not compiled", *(f"compiled, {of} products" for of in ("BF16", "FP8"))}
+    assert {line.get_label() for line in ax.lines} == {"as published", "unsloth", *kinds}
+    assert len(ax.texts) == sum(len(line.get_xdata()) for line in ax.lines) >= 8
+    plt.close()
+
+
+def test_the_rung_that_is_held_against_unsloth_has_its_rows_and_weights():
+    ours, theirs = RUNGS[lab07_qlora.LIKE_FOR_LIKE], UNSLOTH["unsloth, packed"][1]
+    for knob in ("shapes", "token_budget", "micro_batch", "rank", "predict", "optimizer"):
+        assert getattr(ours, knob) == getattr(theirs, knob), knob
+    assert (ours.base_linear, ours.checkpointing) == ("nf4-frozen", "blocks")
 
 
 def test_a_step_that_runs_out_of_memory_leaves_no_gradients(texts):
@@ -101,28 +130,3 @@ def test_a_step_that_runs_out_of_memory_leaves_no_gradients(texts):
         assert not runs_out_of_memory(trainer, trainer.step)
         with pytest.raises(ZeroDivisionError):
             runs_out_of_memory(trainer, lambda: 1 / 0)
-
-
-def test_what_is_on_record_of_a_rung_is_of_its_recipe():
-    """Under a rung's name there is no other one's run."""
-    rungs = lab07_qlora.recipes_on("cuda")
-    runs = read_runs(REFERENCE, "07").select(experiment="ladder")
-    there = {run.tags["rung"]: run for run in runs if run.recipe}
-    assert len(there) >= 5
-    for name, run in there.items():
-        if name in rungs:
-            assert Recipe(**run.recipe) == rungs[name].fitted_to("cuda"), name
-
-
-def test_rungs_are_timed_on_the_same_batches_and_rated_by_the_epoch(texts):
-    recipes = lab07_qlora.recipes_on("cpu")
-    assert "blocks compiled" not in distinct_on("cpu", recipes)
-    chosen = {name: recipes[name] for name in ("lora", "packed", "4-bit weights")}
-    runs = lab07_qlora.climbed_on(texts["long"], chosen, steps=2, rounds=1, warmup=0)
-    assert all(run.ok for run in runs.values())
-    lanes = {"lora": "article", "packed": "same mathematics"}
-    assert {name: runs[name].lane for name in lanes} == lanes
-    assert runs["packed"].samples["tokens"][:2] == runs["4-bit weights"].samples["tokens"][:2]
-    lora = runs["lora"]
-    work = texts["long"].work(recipes["lora"].fitted_to("cpu"))
-    assert lora.metrics["useful_tokens"] == work.useful_tokens / work.tokens

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from recipes_at_work import one_thread
 
 from labutils.labs import lab08_launch_bound as lab08
 from labutils.profiling.gpu_specs import find_spec
+from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import Host, Launch, Program
+from labutils.recipe import Unavailable
 from labutils.results.records import Run
+from labutils.training import Trainer
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
 
@@ -32,7 +37,9 @@ def texts(family: str) -> Mapping[str, object]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_packed_row_holds_typical_texts_and_nothing_else(family):
-    workload, recipe = texts(family)["long"], lab08.variants(family)["captured"]
+    packed = {"layers": "rewritten", "shapes": "packed", "token_budget": lab08.ROW}
+    workload, padded = texts(family)["long"], next(iter(lab08.variants(family).values()))
+    recipe = padded.but(**packed, micro_batch=1)
     lengths = [len(ids) for ids, _ in workload.dataset(None, recipe).conversations]
     mean, chosen = sum(lengths) / len(lengths), lab08.typical(lengths)
     assert len(set(chosen)) == lab08.TEXTS
@@ -42,26 +49,29 @@ def test_a_packed_row_holds_typical_texts_and_nothing_else(family):
     least = lab08.batch_of(workload, recipe, lab08.shortest)
     assert least["input_ids"].shape == (1, min(lengths))
     # The library, which pads texts side by side, sees the same tokens.
-    padded = next(iter(lab08.variants(family).values()))
     works = [workload.work_of(r, lab08.batch_of(workload, r)) for r in (recipe, padded)]
     assert works[0].useful_tokens == works[1].useful_tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_thin_model_launches_what_the_model_launches(family):
-    wide = lab08.resized(texts(family)["long"], width=512, inner=512)
+    """Its own layers and experts, an eighth of the width."""
+    wide = copy.copy(texts(family)["long"])
+    wide.sizes = wide.sizes | {"tiny": replace(wide.size, width=512, inner=512)}
     narrow = lab08.thin(wide)
     assert (narrow.size.layers, narrow.size.experts) == (wide.size.layers, wide.size.experts)
     assert (narrow.size.width, narrow.weights) == (64, "random")
-    laws = [lab08.launch_law(workload, family) for workload in (wide, narrow)]
-    counts = [law.launches(wide.size.layers, wide.size.experts) for law in laws]
+    recipe, counts = next(iter(lab08.variants(family).values())), []
+    for workload in (wide, narrow):
+        with Trainer(workload, recipe) as trainer, SlowerHost() as host:
+            lab08.OnOneBatch(trainer, lab08.batch_of(workload, trainer.recipe)).step()
+        counts.append(host.delayed)
     assert counts[0] == pytest.approx(counts[1], rel=0.02)
 
 
 @pytest.fixture(scope="module")
 def studied():
-    recipe, tags = lab08.variants("moe")["expert loop"], {"model": "moe"}
-    return list(lab08.study(texts("moe"), recipe, tags, steps=2, delays=(0, 100)))
+    return lab08.study(texts("moe"), "moe", "expert loop", steps=2, delays=(0, 100))
 
 
 def test_a_slower_host_slows_the_step_by_its_delays(studied):
@@ -71,6 +81,20 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
     longer = slow.metric("step_ms") - quick.metric("step_ms")
     assert longer > 0.5 * slow.metrics["delayed"] * 0.1
     assert slow.metrics["predicted_ms"] > quick.metrics["predicted_ms"]
+
+
+def test_a_study_predicts_shows_and_repeats(studied):
+    long, short = studied[:2]
+    assert long.run.has(model="moe", texts="long", variant=False)
+    assert long.run.metrics["by"] == "both"
+    assert (
+        abs(long.run.metrics["off_by_percent"]) < 100 and long.run.metrics["error_bar_percent"] >= 0
+    )
+    assert short.program.kernel_ms < long.program.kernel_ms and long.lanes["operators"]
+    again = lab08.measured_again(texts("moe"), "moe", "expert loop", 2)
+    assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
+    with pytest.raises(Unavailable, match="GPU"):
+        lab08.study(texts("moe"), "moe", "captured", steps=2)
 
 
 def gpu_step() -> lab08.PredictedStep:
@@ -87,4 +111,5 @@ def test_a_step_on_another_card_and_beside_a_slow_host():
     assert (step.beside(0), step.beside(5000)) == pytest.approx((100, 520))
     for name, ms in {"RTX PRO 6000 Blackwell Max-Q": 100 * 989.4 / 438.9, "B200": 44}.items():
         assert step.on(find_spec(name), here) == pytest.approx(ms, rel=1e-2)
-        assert step.on(find_spec(name), here, added_us=5000) == pytest.approx(520)
+        slow = replace(step, host=Host(5.2))
+        assert slow.on(find_spec(name), here) == pytest.approx(520)

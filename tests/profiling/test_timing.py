@@ -73,14 +73,15 @@ def product_and_sum(x):
 def test_operations_are_delayed_forward_and_backward_and_views_are_not():
     x = torch.rand(4, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(product_and_sum(x), x)
+    began = time.perf_counter()
     with SlowerHost(200) as host:
         loss = product_and_sum(x)
         forward = host.delayed
         torch.empty(3).detach()
-        assert host.delayed == forward == 3 < host.calls
+        assert host.delayed == forward == 3
         (gradient,) = torch.autograd.grad(loss, x)
     assert host.delayed >= forward + 5  # the sum's gradient is a view; four products, an addition
-    assert host.waited_ms >= host.delayed * 0.2
+    assert 1e3 * (time.perf_counter() - began) >= host.delayed * 0.2
     assert torch.equal(gradient, expected)
     with pytest.raises(ValueError, match="0 microseconds"):
         SlowerHost(-1)

@@ -10,7 +10,6 @@ import pytest
 
 from labutils.labs import (
     lab06_anyres,
-    lab07_qlora,
     lab09_toggles,
     lab11_distributed,
     lab12_scoreboard,
@@ -59,8 +58,6 @@ def test_the_report_says_the_same(pages, copy, capsys):
 @pytest.mark.parametrize(
     ("lab", "table", "tags"),
     [
-        ("07", lab07_qlora.bundle_table, {"texts": "long"}),
-        ("07", lab07_qlora.rungs_table, {"experiment": "ladder"}),
         ("09", lab09_toggles.switch_table, {"experiment": "toggles"}),
         ("11", lab11_distributed.against_prediction, {"experiment": ("training", "all-reduce")}),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -78,18 +76,3 @@ def test_operators_have_their_names():
     expected = nn.functional.scaled_dot_product_attention(query, query, query)
     torch.testing.assert_close(compat.flash_attention_for_cpu(query, query, query), expected)
     assert compat.flash_attention_for_cpu(*[query.to("meta")] * 3).shape == query.shape
-
-
-def test_one_warning_of_a_checkpoint_is_dropped_and_no_other(caplog):
-    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, [])
-    compat.silence_checkpoint_warning()
-
-    @functools.partial(torch.compile, backend="aot_eager")
-    def block(x):
-        return checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)
-
-    block(torch.ones(2, requires_grad=True))
-    logging.getLogger("torch._higher_order_ops.wrap").warning("something else")
-    assert [r.getMessage() for r in caplog.records if "wrap" in r.name] == ["something else"]

@@ -5,7 +5,6 @@ named.
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils.training.loss_log import NotFinite, RingLog, SynchronousLog
-from labutils.training.memory_log import MemoryLog, read_log
 
 CPU = torch.device("cpu")
 ACCUMULATION = 3
@@ -86,27 +84,3 @@ def test_the_run_stops_with_the_step_named(bad, at):
         assert len(log.write) == at  # the bad one is on record too
         log.close()  # the first finding stands: nothing is raised again
         assert len(log.write) == at
-
-
-# ------------------------------------------------------------------------------ memory
-
-
-def running(steps: int) -> SimpleNamespace:
-    """As much of a trainer as the log reads: 4 micro-batches an epoch, 2 a step."""
-    return SimpleNamespace(step_count=steps, batches=SimpleNamespace(taken=2 * steps, per_epoch=4))
-
-
-def test_memory_is_logged_every_so_many_steps_and_at_the_last(tmp_path):
-    path = tmp_path / "new" / "memory.csv"
-    for _ in range(2):  # the second run writes behind the first
-        log = MemoryLog(path, steps=25)
-        for step in range(1, 26):
-            log(running(step))
-    lines = read_log(path)
-    assert [line["step"] for line in lines] == [10, 20, 25, 10, 20, 25]
-    assert [line["epoch"] for line in lines[:3]] == [5, 10, 12.5]
-    assert [line["progress_ratio"] for line in lines[:3]] == [0.4, 0.8, 1]
-    assert path.read_text().splitlines()[0] == ",".join(MemoryLog.COLUMNS)
-    for line in lines:
-        assert ("peak_memory_gb" in line) == torch.cuda.is_available()  # absent, never 0
-    assert read_log(tmp_path / "none.csv") == []

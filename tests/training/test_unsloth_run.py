@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import pytest
 
-from labutils.data.texts import LONGEST
-from labutils.labs.lab07_qlora import SWITCHES
+from labutils.labs.lab07_qlora import UNSLOTH
 from labutils.labs.ladders import A3_BASE
 from labutils.recipe import Unavailable
 from labutils.training import unsloth_run
 from labutils.training.unsloth_run import Job, check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
 
-STAND_IN = f"""
+STAND_IN = """
 import os, sys
 assert "transformers" not in sys.modules
 own = os.getcwd()
@@ -25,17 +24,9 @@ assert os.environ["UNSLOTH_MEGA_CACHE"] == "0"
 class FastLanguageModel:
     jobs = 0
 
-    def from_pretrained(model, max_seq_length, load_in_4bit, fix_tokenizer, use_exact_model_name):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-        assert max_seq_length == {LONGEST} and load_in_4bit and use_exact_model_name
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        return AutoModelForCausalLM.from_pretrained(model).float(), tokenizer
-
-    def get_peft_model(lm, r, lora_alpha, target_modules, use_gradient_checkpointing, **_):
-        from peft import LoraConfig, get_peft_model
-        assert use_gradient_checkpointing == "unsloth"
-        config = LoraConfig(r=r, lora_alpha=lora_alpha, target_modules=target_modules)
-        return get_peft_model(lm, config)
+    def from_pretrained(model):
+        from transformers import AutoModelForCausalLM
+        return AutoModelForCausalLM.from_pretrained(model).float()
 
     def for_training(lm):
         FastLanguageModel.jobs += 1
@@ -43,6 +34,14 @@ class FastLanguageModel:
             sys.exit("out of patience")
         lm.train()
 """
+
+
+def load(folder):
+    from peft import LoraConfig, get_peft_model
+    from unsloth import FastLanguageModel
+
+    model = FastLanguageModel.from_pretrained(folder)
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj"]))
 
 
 @pytest.fixture(scope="module")
@@ -61,27 +60,26 @@ def stand_in(tmp_path, monkeypatch):
 def test_one_process_does_the_jobs_and_what_was_done_before_its_end_is_kept(
     workload, stand_in, tmp_path
 ):
-    recipe = A3_BASE.but(base_linear="nf4")
-    packed = recipe.but(**SWITCHES["packed"][1])
+    recipe, packed = (UNSLOTH[name][1] for name in ("unsloth", "unsloth, packed"))
     jobs = {
-        "a": Job(workload, recipe, 2, {"method": "a"}),
-        "b": Job(workload, packed, 2, {"method": "b"}),
-        "c": Job(workload, packed, 2, {"method": "c"}),
+        "a": Job(workload, recipe, 1, {"method": "a"}),
+        "b": Job(workload, packed, 1, {"method": "b"}),
+        "c": Job(workload, packed, 1, {"method": "c"}),
     }
-    runs = train_with_unsloth(jobs, tmp_path, every=2)
+    runs = train_with_unsloth(jobs, load, tmp_path)
     a, b, c = runs.values()
     assert a.ok and b.ok and [run.tags["method"] for run in (a, b, c)] == ["a", "b", "c"]
     assert "first_step_s" in a.metrics and "first_step_s" not in b.metrics
     assert a.metrics["loss"][0] == pytest.approx(6.93, abs=0.3)
     assert (a.recipe["driver"], b.recipe["driver"]) == ("accelerate", "eager")
     assert a.metrics["useful_tokens"] < 0.9 < b.metrics["useful_tokens"]
-    assert (tmp_path / "a.csv").exists()
+    assert "ms_per_1k_useful_tokens" in b.metrics and (tmp_path / "unsloth.txt").exists()
     assert c.status.endswith("out of patience") and c.recipe["shapes"] == "packed"
 
 
 def test_it_is_not_asked_where_it_cant_run(workload, tmp_path, monkeypatch):
     with pytest.raises(Unavailable, match="kernels are written for GPUs"):
-        train_with_unsloth({"a": Job(workload, A3_BASE, 2, {})}, tmp_path)
+        train_with_unsloth({"a": Job(workload, A3_BASE, 2, {})}, load, tmp_path)
     monkeypatch.setattr(unsloth_run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="make unsloth"):
         check_unsloth("cuda")

@@ -204,23 +204,14 @@ def differences(
     band: tuple[float, float],
     band_label: str,
     xlabel: str,
-    ranges: Mapping[str, Mapping[str, tuple[float, float]]] | None = None,
 ) -> Axes:
-    """One row a name, a dot a difference, and behind them the `band` that they are held against.
-
-    ranges: label -> name -> the ends of a line through the name's dots, where there is one.
-    """
+    """One row a name, a dot a difference, and behind them the `band` that they are held against."""
     layout.make_room(ax, len(series), per_row=0.36)
     ax.axvspan(*band, color=MIST, label=band_label, zorder=1)
     ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
     for row, values in enumerate(series.values()):
         heights = [row + 0.4 * offset for offset in layout.jitter(len(values))]
         ax.scatter(values, heights, s=26, color=NAVY, linewidth=0, zorder=3)
-    for label, lines in (ranges or {}).items():
-        heights = [list(series).index(name) + 0.4 * layout.jitter(1)[0] for name in lines]
-        if lines:
-            lows, highs = zip(*lines.values(), strict=True)
-            ax.hlines(heights, lows, highs, color=RUST, linewidth=2.2, label=label, zorder=2.5)
     layout.rows(ax, list(series))
     ax.set_xlabel(xlabel)
     layout.legend(ax)

@@ -1,11 +1,8 @@
-"""The mathematics of integer and 4-bit weights: absmax, blocks, NF4, packing, and double
-quantisation (QLoRA).
+"""The mathematics of 4-bit weights: blocks, NF4, packing, and double quantisation (QLoRA).
 
 Written out for reading and checking, on any device. `labutils.layers.quantization.nf4_linear` is
 where it is made fast.
 
-    q = quantise_int(x)            round(c x) with c = 127 / absmax, article A3's first step
-    q = quantise_int(x, block=64)  a constant for each 64 neighbours
     w = quantise_nf4(x)            16 levels at a normal distribution's quantiles, two codes a byte
     double_quantise(w.absmax)      the blocks' constants in 8 bits: 0.127 bit a parameter, not 0.5
 
@@ -31,14 +28,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from labutils.layers.quantization import fp8_math
 
 BLOCK = 64
 """Neighbours (in the flattened weight) that share one constant in NF4."""
@@ -69,41 +63,6 @@ def blocks_of(x: Tensor, block: int | None) -> Tensor:
 def joined(blocks: Tensor, shape: torch.Size) -> Tensor:
     """What `blocks_of` took apart: the first numbers of `blocks`, as many as `shape` holds."""
     return blocks.reshape(-1)[: math.prod(shape)].view(shape)
-
-
-# -------------------------------------------------------------------------------------------------
-# Integers
-
-
-@dataclass(frozen=True)
-class Integers:
-    """A tensor as whole numbers: x is about codes / constant.
-
-    `codes` are int8 [blocks, block], `constant` is float32 [blocks, 1]: what x was multiplied with.
-    """
-
-    codes: Tensor
-    constant: Tensor
-    shape: torch.Size
-
-    def restored(self) -> Tensor:
-        """The tensor in float32."""
-        return joined(self.codes.float() / self.constant, self.shape)
-
-
-def quantise_int(x: Tensor, bits: int = 8, block: int | None = None) -> Integers:
-    """x in whole numbers of 2 to 8 bits: round(c x), c = (2^(bits-1) - 1) / absmax of each block
-    (of x: no `block`).
-
-    Article A3's appendix. The most negative code is not used, so that zero is in the middle. Blocks
-    of zeros have c = 1.
-    """
-    parts = blocks_of(x, block)
-    absmax = parts.abs().amax(dim=1, keepdim=True)
-    largest = 2 ** (bits - 1) - 1
-    inverse = largest / absmax.clamp(min=SMALLEST_ABSMAX)
-    constant = torch.where(absmax == 0, torch.ones_like(absmax), inverse)
-    return Integers(torch.round(parts * constant).to(torch.int8), constant, x.shape)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -141,18 +100,6 @@ def dynamic_levels() -> Tensor:
         decades.append(10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2))
     positive = torch.cat(decades)
     return torch.cat([_around_zero(positive.flip(0), positive), torch.ones_like(positive[:1])])
-
-
-@functools.cache
-def fp4_levels() -> Tensor:
-    """The 15 numbers (float32, sorted, -1 to 1) of the floating-point format E2M1, which
-    Blackwell's tensor cores take.
-
-    One sign bit, two for the exponent, one for the mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6, here
-    divided by 6.
-    """
-    positive = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6], device="cpu") / 6
-    return _around_zero(positive.flip(0), positive)
 
 
 def _around_zero(below: Tensor, above: Tensor) -> Tensor:
@@ -237,13 +184,6 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack([packed >> 4, packed & 0b1111], dim=-1).reshape(-1)
 
 
-def entropy_bits(codes: Tensor) -> float:
-    """How many bits of information a code carries: 4 where all 16 codes are equally frequent."""
-    counts = torch.bincount(codes.reshape(-1).int()).double()
-    shares = counts[counts > 0] / counts.sum()
-    return -(shares * shares.log2()).sum().item()
-
-
 # -------------------------------------------------------------------------------------------------
 # Double quantisation
 
@@ -270,41 +210,6 @@ def double_quantise(absmax: Tensor, group: int = GROUP) -> DoublyQuantised:
     return DoublyQuantised(quantise_to(dynamic_levels(), absmax - offset, group), offset)
 
 
-def constant_bits(block: int = BLOCK) -> float:
-    """Bits a parameter that float32 constants take: 32/64 = 0.5."""
-    return 32 / block
-
-
 def doubled_constant_bits(block: int = BLOCK, group: int = GROUP) -> float:
     """Bits a parameter that doubly quantised constants take: 8/64 + 32/(64 x 256) = 0.127."""
     return 8 / block + 32 / (block * group)
-
-
-# -------------------------------------------------------------------------------------------------
-# Errors
-
-
-def _nf4_doubled(x: Tensor) -> Tensor:
-    w = quantise_nf4(x)
-    return NF4(w.packed, double_quantise(w.absmax).restored(), w.shape).restored()
-
-
-ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "FP8 E4M3, one scale": lambda x: fp8_math.quantise(x).restored(),
-    "INT8, one constant": lambda x: quantise_int(x).restored(),
-    "INT8, blocks of 64": lambda x: quantise_int(x, block=BLOCK).restored(),
-    "INT4, one constant": lambda x: quantise_int(x, bits=4).restored(),
-    "INT4, blocks of 64": lambda x: quantise_int(x, bits=4, block=BLOCK).restored(),
-    "FP4 E2M1, blocks of 64": lambda x: quantise_to(fp4_levels(), x, BLOCK).restored(),
-    "NF4, one block": lambda x: quantise_to(nf4_levels(), x, None).restored(),
-    "NF4, blocks of 64": lambda x: quantise_nf4(x).restored(),
-    "NF4, doubly quantised": _nf4_doubled,
-}
-"""Name -> x rounded to that format and brought back, in float32."""
-
-
-def rounding_errors(x: Tensor) -> dict[str, float]:
-    """Relative error (of the norm) of x in each format of `ROUNDINGS`. x must hold a number other
-    than zero.
-    """
-    return {name: fp8_math.relative_error(rounded(x), x) for name, rounded in ROUNDINGS.items()}
