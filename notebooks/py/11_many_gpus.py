@@ -253,7 +253,7 @@ print(f"All weights of the UNet: {mine:.3g} ms exposed after a step of {one.metr
 
 # %%
 columns = {"run": "", "latency_us": "shortest, µs", "bus_gb_per_s": "largest, GB/s"}
-lab.show([run for run in runs if run.run == "all-reduce"], columns, experiment="all-reduce")
+lab.show(Runs(runs).select(experiment="all-reduce"), columns, experiment="all-reduce")
 both = ("all-reduce", "training")
 lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
