@@ -151,10 +151,7 @@ def measured(lab: Any, device: str, ranks: int, steps: int, into: list[Run]) -> 
     `Unavailable` where there are too few GPUs, and `RuntimeError` where a rank fails.
     """
     if device == "cpu" and lab.scale != "tiny":
-        raise Unavailable(
-            f"several GPUs are needed at scale {lab.scale}, and this machine shows {cuda.count()}; "
-            "--scale tiny runs two processes on the CPU"
-        )
+        raise Unavailable(f"it takes two GPUs, and here are {cuda.count()}; try --scale tiny")
     tasks = plan(cases(lab), ranks, steps, lab.scale == "tiny")
     timeout_s = TIMEOUT_S["hub" if "hub" in (lab.weights, lab.data) else "random"]
 
@@ -285,6 +282,7 @@ def truths(runs: Iterable[Run]) -> dict[str, float | None]:
 
     one, two = (known.one(**lora, strategy=by) for by in ("one process", "ddp"))
     efficiency = ddp_model.efficiency(one, two) if one and two else None
+    peak = metric("peak_allocated_gb", **full, strategy="fsdp")
     exposed = metric("exposed_communication_share", **full, strategy="ddp")
     usual = metric("largest_ms", settings="NCCL_DEBUG=INFO")
     forbidden = metric("largest_ms", settings="NCCL_P2P_DISABLE=1")
@@ -292,9 +290,7 @@ def truths(runs: Iterable[Run]) -> dict[str, float | None]:
         "bus bandwidth of a large all-reduce": metric("bus_gb_per_s", experiment="all-reduce"),
         "efficiency of DDP for LoRA": efficiency and 100 * efficiency,
         "exposed communication, all weights": exposed and 100 * exposed,
-        "FSDP's peak memory, all weights of the UNet": metric(
-            "peak_allocated_gb", **full, strategy="fsdp"
-        ),
+        "FSDP's peak memory, all weights of the UNet": peak,
         "64 MiB without P2P, slower by": forbidden / usual if usual and forbidden else None,
     }
 

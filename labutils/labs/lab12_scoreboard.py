@@ -17,7 +17,6 @@ from labutils.results.effects import effect
 from labutils.results.records import Run, Runs, summarise
 from labutils.results.report import claims_table
 
-EVERYTHING = "all"
 BY_DIRECTION = (judges.INCONCLUSIVE, judges.REFUTED, judges.CONFIRMED)
 """Verdict on "less", by the sign of an effect: 0, 1, -1."""
 KINDS = {
@@ -63,8 +62,8 @@ def choices(board: pd.DataFrame) -> dict[str, list[str]]:
     if anything was, of all articles and labs."""
     articles, labs, verdicts = (sorted(board[c].unique()) for c in ("article", "lab", "verdict"))
     verdicts = sorted(verdicts, key=lambda word: word != judges.REFUTED)
-    chosen_by = {"article": [EVERYTHING, *articles], "lab_number": [EVERYTHING, *labs]}
-    return chosen_by | {"verdict": [*verdicts, EVERYTHING]}
+    chosen_by = {"article": ["all", *articles], "lab_number": ["all", *labs]}
+    return chosen_by | {"verdict": [*verdicts, "all"]}
 
 
 def chosen(board: pd.DataFrame, article: str, lab_number: str, verdict: str) -> pd.DataFrame:
@@ -72,11 +71,11 @@ def chosen(board: pd.DataFrame, article: str, lab_number: str, verdict: str) -> 
     but for a verdict that no claim has today.
     """
     for name, word in {"article": article, "lab_number": lab_number, "verdict": verdict}.items():
-        known = [EVERYTHING, *judges.VERDICTS] if name == "verdict" else choices(board)[name]
+        known = ["all", *judges.VERDICTS] if name == "verdict" else choices(board)[name]
         if word not in known:
             raise ValueError(f"There is no {name} {word!r}. Choose one of: {', '.join(known)}.")
         column = name.removesuffix("_number")
-        board = board if word == EVERYTHING else board[board[column] == word]
+        board = board if word == "all" else board[board[column] == word]
     return board
 
 
