@@ -305,7 +305,9 @@ class Lab:
             if not is_finite(truth) or topic not in self._predictions:
                 continue
             guess, unit = self._predictions[topic]
-            self._record(status="score", topic=topic, value=guess, measured=truth, unit=unit)
+            on = {} if topic in here else {"on": "H200"}
+            known = {"topic": topic, "value": guess, "measured": truth, "unit": unit}
+            self._record(status="score", **known, **on)
             off = f"{abs(guess - truth):.3g}"
             if guess > 0 and truth > 0:
                 off = f"{max(guess, truth) / min(guess, truth):.2f}x"

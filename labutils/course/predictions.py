@@ -28,11 +28,12 @@ def scores_of(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """A row for each topic of each lab: the last prediction, with what was measured after it.
 
     Columns: lab, topic, unit, predicted, measured (NaN where the lab has not ended, or couldn't),
-    the `kind` of what was asked, the `factor` predicted / measured (NaN where one isn't above 0),
-    and `off`, the factor by which it is off, whichever way: 1 or more. Records that hold no numbers
-    are passed over: files are edited by hand, too.
+    `on` ("H200" where it was scored against ours), the `kind` of what was asked, the `factor`
+    predicted / measured (NaN where one isn't above 0), and `off`, the factor by which it is off,
+    whichever way: 1 or more. Records that hold no numbers are passed over: files are edited by
+    hand, too.
     """
-    scores: dict[tuple[str, str], tuple[str, float, float]] = {}
+    scores: dict[tuple[str, str], tuple[str, float, float, str]] = {}
     for record in records:
         lab, topic, unit = (record.get(name) for name in ("lab", "topic", "unit"))
         status, value, measured = (record.get(name) for name in ("status", "value", "measured"))
@@ -40,11 +41,11 @@ def scores_of(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
             continue
         if status == "prediction":
             scores.pop((lab, topic), None)  # so that it takes its place at the end
-            scores[lab, topic] = (unit, float(value), np.nan)
+            scores[lab, topic] = (unit, float(value), np.nan, "")
         elif status == "score" and is_number(measured):
-            scores[lab, topic] = (unit, float(value), float(measured))
+            scores[lab, topic] = (unit, float(value), float(measured), str(record.get("on", "")))
     rows = [(*asked, *score) for asked, score in scores.items()]
-    frame = pd.DataFrame(rows, columns=["lab", "topic", "unit", "predicted", "measured"])
+    frame = pd.DataFrame(rows, columns=["lab", "topic", "unit", "predicted", "measured", "on"])
     above_0 = (frame["predicted"] > 0) & (frame["measured"] > 0)
     frame["kind"] = frame["unit"].map(KINDS).fillna("counts and sizes")
     frame["factor"] = (frame["predicted"] / frame["measured"]).where(above_0)

@@ -8,22 +8,16 @@ and the tolerance, the one with the lowest line at the planned number of steps e
     options = options_from(read_runs("results/mine"), batch=4)
     advise(options, vram_gb=24, steps=2000, tolerance=0.05)
 
-Memory is what the allocator held at its peak; CUDA's own few hundred MB come on top. A loss after a
-few steps says little about a model trained to its end.
+Memory is what the allocator held at its peak; CUDA's own few hundred MB come on top. Losses are
+the article's, of ten steps: random weights, with which times are measured, have none to tell.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections.abc import Iterable
-from itertools import product
-
 import pandas as pd
 
 from labutils.recipe import is_number
-from labutils.results.effects import break_even
-from labutils.results.records import Run, Runs, to_frame
+from labutils.results.records import Runs, to_frame
 
 LAB, BASELINE = "06", "bf16"
 _STEP_S = 0.99
@@ -44,28 +38,8 @@ PUBLISHED = {
 """The article's table at batch 1: seconds of the first and of a later step, GB at the peak, loss at
 step 10. Of ranges over batch sizes it has the end nearer to no change, where batch 1 lies by the
 article's account. Losses of compiled runs are those of the same arithmetic."""
-BREAK_EVENS = (135, 220)
-"""Steps after which fixed shapes with FP8, and those without, have caught up with the baseline at
-batch 1."""
-
-COMPILED = {"compile": "default", "compile_scope": "blocks"}
-WHOLE = {"compile": "default", "compile_scope": "model"}
-FORMS = {
-    "": {},
-    "compile": COMPILED,
-    "compile-whole": WHOLE,
-    "fixed": COMPILED | {"shapes": "fixed"},
-    "fixed-whole": WHOLE | {"shapes": "fixed"},
-}
-"""Form -> its changes of the recipe. The article compiles the model as one. Its blocks compiled one
-by one have almost the same code after a fraction of the time."""
-WEIGHTS = ("", "fp8-te", "fp8-frozen", "qlora", "nf4")
-METHODS = {"-".join(filter(None, pair)) or BASELINE: pair for pair in product(FORMS, WEIGHTS)}
-"""Method -> its form and how it holds the frozen weights."""
 MEASURED = {"first_step_s": "first_step_s", "step_ms": "step_s", "peak_allocated_gb": "memory_gb"}
 """Metric of a cell -> column of the options."""
-UNCOMPILED = {"compile": "", "compile-whole": "", "fixed-whole": "fixed"}
-"""Form -> the same computation without the compiler, or as one piece: the loss is the same."""
 
 
 def published() -> pd.DataFrame:
@@ -79,7 +53,8 @@ def published() -> pd.DataFrame:
 def options_from(runs: Runs, batch: int) -> pd.DataFrame:
     """The options that lab 06 measured at this batch size; failed runs are passed over.
 
-    `loss_change` is NaN where it is unknown. Raises `ValueError` where nothing was measured.
+    `loss_change` is the article's, NaN where it gives none. Raises `ValueError` where nothing was
+    measured.
     """
     cells = runs.select(LAB, experiment="methods", batch=batch, again=False).newest()
     frame = to_frame(run for run in cells if run.ok)
@@ -90,23 +65,8 @@ def options_from(runs: Runs, batch: int) -> pd.DataFrame:
             f"No method has time and memory on record at batch size {batch}, so there is nothing "
             f"to choose from. Measure it on a GPU: labutils run {LAB}"
         )
-    changes = against_same_seed(runs.select(LAB, experiment="loss").newest())
-    for method in options.index:
-        form, weights = METHODS[method]
-        same = (UNCOMPILED.get(form, form), weights)
-        by_seed = next((changes[name] for name in changes if METHODS.get(name) == same), [math.nan])
-        options.loc[method, "loss_change"] = statistics.median(by_seed) / 100
+    options["loss_change"] = published()["loss_change"]
     return options.assign(step_s=options["step_s"] / 1e3)
-
-
-def against_same_seed(runs: Iterable[Run]) -> dict[str, list[float]]:
-    """Method -> its final loss against BF16's of the same seed, in %, seed by seed; {} where BF16's
-    is not among `runs`."""
-    losses = {run.tags["method"]: run.samples["final_loss"] for run in runs if run.ok}
-    if BASELINE not in losses:
-        return {}
-    pairs = {name: zip(mine, losses[BASELINE], strict=True) for name, mine in losses.items()}
-    return {name: [100 * (one / other - 1) for one, other in pairs[name]] for name in pairs}
 
 
 def advise(
@@ -140,41 +100,21 @@ def advise(
 def guide(options: pd.DataFrame) -> dict[str, str]:
     """Whom the article's decision chart names, asked of `options` of its methods.
 
-    "short_of_memory": the leanest; "few_steps": first at 100 steps; "many_steps": first at 10,000;
-    "between": halfway between the steps after which fixed shapes with FP8 and those without have
-    caught up with BF16, or where one of them never has, between the article's own counts. What
-    can't be asked, as a method was not measured, is absent.
+    "short_of_memory": the leanest; "few_steps": first at 100 steps; "between": halfway between the
+    article's 135 and 220; "many_steps": at 10,000. What can't be asked, as a method was not
+    measured, is absent.
     """
     known = options[options.index.isin(list(PUBLISHED))]
-    answers = {}
-    if "qlora" in known.index:
-        answers["short_of_memory"] = known["memory_gb"].idxmin()
-    if "fp8-te" in known.index:
-        answers["few_steps"] = _first(known, 100)
-    if "fixed" in known.index:
-        answers["many_steps"] = _first(known, 10_000)
-    if {BASELINE, "fixed", "fixed-fp8-te"} <= set(known.index):
-        against = known.loc[["fixed-fp8-te", "fixed"]] - known.loc[BASELINE]
-        evens = [break_even(one["first_step_s"], -one["step_s"]) for _, one in against.iterrows()]
-        pay = all(0 < even < math.inf for even in evens)
-        answers["between"] = _first(known, sum(evens if pay else BREAK_EVENS) / 2)
+    answers = {"short_of_memory": known["memory_gb"].idxmin()} if "qlora" in known.index else {}
+    asked = {"few_steps": (100, "fp8-te"), "between": (178, "fixed-fp8-te")}
+    for name, (steps, named) in (asked | {"many_steps": (10_000, "fixed")}).items():
+        if named in known.index:
+            answers[name] = (known["first_step_s"] + steps * known["step_s"]).idxmin()
     return answers
-
-
-def _first(options: pd.DataFrame, steps: float) -> str:
-    return (options["first_step_s"] + steps * options["step_s"]).idxmin()
 
 
 def shown(advice: pd.DataFrame) -> pd.DataFrame:
     """`advise`'s answer as a table for people."""
-    heads = {
-        "method": "method",
-        "first_step_s": "first step, s",
-        "step_s": "step, s",
-        "memory_gb": "memory, GB",
-        "loss_change": "loss, %",
-        "total_s": "in all, s",
-        "left_out": "left out",
-    }
-    table = advice.reset_index(names="method").rename(columns=heads)[list(heads.values())]
-    return table.assign(**{"loss, %": 100 * table["loss, %"]})
+    table = advice.assign(loss_change=100 * advice["loss_change"]).reset_index()
+    heads = ("method", "first step, s", "step, s", "memory, GB", "loss, %", "in all, s", "left out")
+    return table.set_axis(heads, axis=1)

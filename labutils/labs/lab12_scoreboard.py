@@ -6,89 +6,125 @@ It works with whatever there is: no run at all, runs of several machines, files 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 
 from labutils.course.tables import as_table
-from labutils.labs import lab06_advisor
-from labutils.results.claims import Claim
-from labutils.results.judges import (
-    INCONCLUSIVE,
-    NOT_TESTABLE,
-    VERDICTS,
-    Judgement,
-)
-from labutils.results.records import Run, Runs
+from labutils.results import judges
+from labutils.results.effects import effect
+from labutils.results.records import Run, Runs, summarise
 from labutils.results.report import claims_table
 
-EVERYTHING = "all"
+BY_DIRECTION = (judges.INCONCLUSIVE, judges.REFUTED, judges.CONFIRMED)
+"""Verdict on "less", by the sign of an effect: 0, 1, -1."""
+KINDS = {
+    "statement": "Statements",
+    "advice": "Advice, which promises no number",
+    "predicted": "Predicted for other cards, by a model",
+    "setting": "Settings, which claim no speed",
+}
+"""Kind of a claim -> what a table of them is called."""
 
 
-def scoreboard(judgements: Sequence[Judgement]) -> pd.DataFrame:
-    """The report's table of claims, and the factors that this machine and the reference are off
-    by."""
+def scoreboard(judgements: Sequence[judges.Judgement]) -> pd.DataFrame:
+    """The report's table of claims, each one's kind, and the factors that this machine and the
+    reference are off by."""
     return claims_table(judgements).assign(
-        off_by=[off_by(j) or math.nan for j in judgements],
-        reference_off_by=[off_by(j.theirs) or math.nan for j in judgements],
+        kind=[j.claim.kind for j in judgements],
+        off_by=[off_by(j) for j in judgements],
+        reference_off_by=[off_by(j.theirs) for j in judgements],
     )
 
 
-def off_by(judgement: Judgement | None) -> float | None:
+def off_by(judgement: judges.Judgement | None) -> float:
     """The factor between the published effect and the measured one, 1 or more.
 
-    From a published range it is counted from the nearer end. None where there is no number on both
+    From a published range it is counted from the nearer end. NaN where there is no number on both
     sides, or where the two are no quantities of one kind: a message, an order.
     """
-    published = _published_ratios(judgement.claim) if judgement else None
-    if judgement is None or not judgement.effects or published is None:
-        return None
-    low, high = published
-    return max(max(low / e.value, e.value / high, 1.0) for e in judgement.effects.values())
-
-
-def _published_ratios(claim: Claim) -> tuple[float, float] | None:
-    """The least and the most ratio, changed over base, that the article gives; None for none."""
-    numbers, how = claim.published, claim.how
-    if claim.judge != "ratio" or how["form"] == "steps" or len(numbers) > 2:
-        return None
-    if how["form"] != "percent":
-        return numbers[1] / numbers[0], numbers[1] / numbers[0]
-    sign = 1 if how["direction"] == "more" else -1
+    if judgement is None or not judgement.effects:
+        return math.nan
+    numbers, how = judgement.claim.published, judgement.claim.how
+    if judgement.claim.judge != "ratio" or how["form"] == "steps" or len(numbers) > 2:
+        return math.nan
+    sign = 1 if how.get("direction") == "more" else -1
     ratios = [1 + sign * percent / 100 for percent in numbers]
-    return min(ratios), max(ratios)
+    if how["form"] != "percent":
+        ratios = [numbers[1] / numbers[0]]
+    found = [one.value for one in judgement.effects.values()]
+    return max(max(min(ratios) / value, value / max(ratios), 1.0) for value in found)
 
 
 def choices(board: pd.DataFrame) -> dict[str, list[str]]:
-    """What one can choose by -> its values, "all" first."""
-    values = {name: sorted(board[name].unique()) for name in ("article", "lab")}
-    values["verdict"] = list(VERDICTS)
-    return {name: [EVERYTHING, *of] for name, of in values.items()}
+    """What one can choose by -> its values; what is shown at first stands first: what was refuted,
+    if anything was, of all articles and labs."""
+    articles, labs, verdicts = (sorted(board[c].unique()) for c in ("article", "lab", "verdict"))
+    verdicts = sorted(verdicts, key=lambda word: word != judges.REFUTED)
+    chosen_by = {"article": ["all", *articles], "lab_number": ["all", *labs]}
+    return chosen_by | {"verdict": [*verdicts, "all"]}
 
 
-def chosen(board: pd.DataFrame, **words: str) -> pd.DataFrame:
-    """The rows of one `article` ("A2"), `lab` ("05") and `verdict` (here). Raises `ValueError` for
-    others.
+def chosen(board: pd.DataFrame, article: str, lab_number: str, verdict: str) -> pd.DataFrame:
+    """The rows of one article ("A2"), lab ("05") and verdict here. Raises `ValueError` for others,
+    but for a verdict that no claim has today.
     """
-    for name, word in words.items():
-        if word not in (known := choices(board)[name]):
+    for name, word in {"article": article, "lab_number": lab_number, "verdict": verdict}.items():
+        known = ["all", *judges.VERDICTS] if name == "verdict" else choices(board)[name]
+        if word not in known:
             raise ValueError(f"There is no {name} {word!r}. Choose one of: {', '.join(known)}.")
-    for name, word in words.items():
-        board = board if word == EVERYTHING else board[board[name] == word]
+        column = name.removesuffix("_number")
+        board = board if word == "all" else board[board[column] == word]
     return board
 
 
-def tally(board: pd.DataFrame) -> pd.DataFrame:
-    """A row for each article: its claims, and how many of them have each of the verdicts that
-    occur, on the H200 and here."""
-    sides = [
-        pd.crosstab(board["article"], board[name]) for name in ("reference_verdict", "verdict")
-    ]
-    words = [word for word in VERDICTS if any(word in side for side in sides)]
-    theirs, ours = (side.reindex(columns=words, fill_value=0).astype(str) for side in sides)
-    counts = (theirs + " / " + ours).add_suffix(": H200 / here")
-    counts.insert(0, "in all", board["article"].value_counts())
-    return counts.rename_axis("claims of").reset_index()
+def tallies(board: pd.DataFrame) -> str:
+    """For each kind of claim a table: how many an article has, and how many of them have each of
+    the verdicts that occur, on the H200 and here."""
+    words = []
+    for kind, title in KINDS.items():
+        mine = board[board["kind"] == kind]
+        sides = [pd.crosstab(mine["article"], mine[f"{p}verdict"]) for p in ("reference_", "")]
+        found = [word for word in judges.VERDICTS if any(word in side for side in sides)]
+        theirs, ours = (side.reindex(columns=found, fill_value=0).astype(str) for side in sides)
+        counts = theirs + " / " + ours
+        counts.insert(0, "in all", mine["article"].value_counts())
+        table = as_table(counts.rename_axis("claims of").reset_index())
+        words.append(f"**{title}**: H200 / here\n\n{table}")
+    return "\n\n".join(words)
+
+
+def confirmed(board: pd.DataFrame) -> float | None:
+    """Of the statements that the reference could test, the percentage that it confirmed."""
+    mine = board[(board["kind"] == "statement") & board["reference"].notna()]
+    return 100 * (mine["reference_verdict"] == judges.CONFIRMED).mean() if len(mine) else None
+
+
+def farthest_off(board: pd.DataFrame, most: int = 12) -> pd.DataFrame:
+    """The statements that the reference or this machine refuted, the farthest off first."""
+    sides = board[["reference_verdict", "verdict"]] == judges.REFUTED
+    off = board[["reference_off_by", "off_by"]].where(sides.to_numpy()).max(axis=1)
+    found = board.assign(off=off)[sides.any(axis=1)].sort_values("off", ascending=False)
+    found = found[["id", "statement", "published", "reference", "here", "off"]].head(most)
+    return found.rename(columns=HEADINGS)
+
+
+def disagreements(board: pd.DataFrame) -> pd.DataFrame:
+    """The claims that both could test, with different verdicts."""
+    verdicts = board[["reference_verdict", "verdict"]]
+    both = (verdicts != judges.NOT_TESTABLE).all(axis=1) & (verdicts.nunique(axis=1) > 1)
+    columns = ["id", "published", "reference", "reference_verdict", "here", "verdict"]
+    return board.loc[both, columns].rename(columns=HEADINGS)
+
+
+HEADINGS = {
+    "id": "claim",
+    "reference": "H200",
+    "off": "off by a factor of",
+    "reference_verdict": "verdict there",
+    "verdict": "verdict here",
+}
 
 
 def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> pd.DataFrame:
@@ -98,23 +134,18 @@ def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> pd.
     rows = []
     for number, title in titles.items():
         mine = runs.select(number)
-        state = "run to its end" if number in done else "begun" if mine else "not run"
-        scales = ", ".join(sorted({run.scale for run in mine if run.scale}))
-        latest = max((run.at for run in mine), default="")[:10]
-        rows.append((title, state, len(mine) or None, scales, _machines(mine), latest))
-    table = pd.DataFrame(rows, columns=["lab", "here", "runs", "scale", "machine", "from"])
-    return table.astype(object).where(table.notna() & (table != ""), None)
+        row = {"lab": title, "here": "begun" if mine else "not run", "runs": len(mine) or None}
+        if number in done:
+            row["here"] = "run to its end"
+        machines = {str(run.machine.get("gpu") or run.machine.get("cpu")) for run in mine}
+        row["scale"] = ", ".join(sorted({run.scale for run in mine})) or None
+        row["machine"] = ", ".join(sorted(machines)) or None
+        row["from"] = max((run.at for run in mine), default="")[:10] or None
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
-def _machines(runs: Iterable[Run]) -> str:
-    """The machines of runs, each once."""
-    names = {str(run.machine.get("gpu") or run.machine.get("cpu") or "unknown") for run in runs}
-    return ", ".join(sorted(names))
-
-
-def next_steps(
-    board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str], on_gpu: bool
-) -> list[str]:
+def next_steps(board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
     """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
     steps = []
     if missing := [number for number in titles if number not in done]:
@@ -122,37 +153,35 @@ def next_steps(
             f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. "
             f"{int(board['lab'].isin(missing).sum())} of the {len(board)} claims are theirs."
         )
-    noisy = board[board["verdict"] == INCONCLUSIVE]
+    noisy = board[board["verdict"] == judges.INCONCLUSIVE]
     if len(noisy):
         steps.append(
             f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
             f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`"
         )
-    about_a_gpu = (board["verdict"] == NOT_TESTABLE) & (board["needs"] == "gpu")
-    if about_a_gpu.any() and not on_gpu:
-        steps.append(
-            f"{about_a_gpu.sum()} about a GPU: `make course` tests them where there is one."
-        )
     return steps or ["Everything is tested here. Change a recipe, and predict what it does."]
 
 
-def options_at_hand(here: Runs, reference: Runs, batch: int = 1) -> tuple[str, pd.DataFrame]:
-    """(whose numbers, methods to choose from): those on record here, else the H200's, else the
-    article's own.
+def check_rule(rule: Callable[..., str | None], machines: int = 200) -> str:
+    """Whether `rule(A, again, B)` gives the verdicts of the course's own, on machines of various
+    noise; those whose interval ends at a limit may differ.
     """
-    for whose, runs in (("the runs of section 1", here), ("our reference's runs", reference)):
-        mine = runs.select(lab06_advisor.LAB)
-        try:
-            return f"{whose} ({_machines(mine)})", lab06_advisor.options_from(runs, batch)
-        except ValueError:  # no method has time and memory on record: a CPU, or lab 06 has not run
-            continue
-    return "the article's numbers, at batch 1", lab06_advisor.published()
-
-
-def advice(options: pd.DataFrame, memory_gb: float, steps: int, tolerance: float | None) -> str:
-    """The advisor's tables, or why nothing suits and what would."""
-    try:
-        answer = lab06_advisor.advise(options, memory_gb, steps, tolerance)
-        return as_table(lab06_advisor.shown(answer))
-    except ValueError as reason:
-        return str(reason)
+    dice, wrong = np.random.default_rng(0), []
+    for _ in range(machines):
+        noise, share = dice.choice([0.003, 0.01, 0.03]), dice.choice([0.9, 0.97, 1.0, 1.1])
+        drift = 1 + dice.uniform(0, 0.3) * np.arange(8) / 8
+        times = [ms * drift * dice.normal(1, noise, 8) for ms in (100, 100, 100 * share)]
+        samples = [{"step_ms": [*ms], "round": [*range(8)]} for ms in times]
+        base, twice, other = (
+            Run("12", "", metrics={"step_ms": summarise(one["step_ms"])}, samples=one)
+            for one in samples
+        )
+        found = effect(base, other, (base, twice))
+        expected = BY_DIRECTION[0 if found.unsteady else found.direction]
+        if (given := rule(*times)) is None:
+            return "Exercise 3: no answer yet. Return one of the three words."
+        if given != expected:
+            wrong.append(f"{found.text()} is {expected}, not {given}; noise {found.noise}")
+    if len(wrong) > machines // 25:
+        return f"Exercise 3: not yet. {len(wrong)} of {machines} differ, for example: {wrong[0]}."
+    return f"Exercise 3: right. {machines - len(wrong)} of {machines} verdicts are the course's."

@@ -91,8 +91,8 @@ A2_LADDER = Ladder(
     Rung(
         "blocks compiled",
         WORK,
-        {"compile": "default", "compile_scope": "blocks", "dynamic": "any"},
-        "one block's code for all of them, and for any length",
+        {"compile": "default", "compile_scope": "blocks"},
+        "one block's code for all of them, from the second length on for any",
     ),
     Rung(
         "packed",

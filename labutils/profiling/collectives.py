@@ -3,9 +3,8 @@ which way it goes.
 
 Bandwidths are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md). *Algorithm bandwidth* is the
 message's size over the time. *Bus bandwidth* is what each link carries: an all-reduce of n ranks
-sends and receives 2 (n - 1) / n of the message at each of them, an all-gather or reduce-scatter (n
-- 1) / n. So it is the bus bandwidth that is compared with a link's data sheet, and that carries
-over from one number of ranks, and from one collective, to another.
+sends and receives 2 (n - 1) / n of the message at each of them. So it is the bus bandwidth that is
+compared with a link's data sheet, and that carries over from one number of ranks to another.
 """
 
 from __future__ import annotations
@@ -34,13 +33,6 @@ REPEATS = 20
 WARM_UP = 2
 SLOW_MS = 100
 """A message that takes longer than this is sent three times only."""
-SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
-"""Collective -> how often (n - 1) / n of the message passes each link."""
-
-
-def bus_factor(ranks: int, collective: str = "all-reduce") -> float:
-    """Bus bandwidth over algorithm bandwidth."""
-    return SHARES[collective] * (ranks - 1) / ranks
 
 
 def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, Any]:
@@ -55,7 +47,7 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
         _times_ms(size, device, repeats=WARM_UP)
     times = [_times_ms(size, device) for size in sizes]
     medians = [summarise(samples)["median"] for samples in times]
-    factor = bus_factor(ranks) / 1e6
+    factor = 2 * (ranks - 1) / ranks / 1e6
     bus = [factor * size / ms for size, ms in zip(sizes, medians, strict=True)]
     metrics = {"latency_us": min(medians) * 1e3, "bus_gb_per_s": bus[-1], "ranks": ranks}
     metrics["largest_ms"] = summarise(times[-1])
@@ -105,30 +97,23 @@ def read_topology(text: str) -> dict[tuple[int, int], str]:
 
 @dataclass(frozen=True)
 class Link:
-    """How long an all-reduce takes between `ranks` ranks, by its bytes: measured points, and
-    straight lines in between on logarithmic axes. Below the smallest it takes as long as that,
-    above the largest it has that one's bandwidth."""
+    """How long an all-reduce takes, by its bytes: measured points, and straight lines in between on
+    logarithmic axes. Below the smallest it takes as long as that, above the largest it has that
+    one's bandwidth."""
 
-    ranks: int
     bytes: tuple[float, ...]
     ms: tuple[float, ...]
 
     @classmethod
-    def of(cls, samples: Mapping[str, Sequence[float]], ranks: int) -> Link:
+    def of(cls, samples: Mapping[str, Sequence[float]]) -> Link:
         """Of an all-reduce run's samples. A message that took longer than a larger one was
         disturbed, and is taken to last as long as that."""
         slowest = list(itertools.accumulate(reversed(samples["all_reduce_ms"]), min))
-        return cls(ranks, tuple(samples["bytes"]), tuple(reversed(slowest)))
+        return cls(tuple(samples["bytes"]), tuple(reversed(slowest)))
 
     def all_reduce_ms(self, size: float) -> float:
         between = np.interp(np.log(size), np.log(self.bytes), np.log(self.ms))
         return math.exp(between) * max(1.0, size / self.bytes[-1])
-
-    def gather_ms(self, size: float) -> float:
-        """An all-gather or reduce-scatter of `size` bytes in all: it passes the links half as
-        often.
-        """
-        return self.all_reduce_ms(size) * SHARES["all-gather"] / SHARES["all-reduce"]
 
 
 # -------------------------------------------------------------------------------------------------

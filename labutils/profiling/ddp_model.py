@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labutils.profiling.collectives import Link, bus_factor
+from labutils.profiling.collectives import Link
 from labutils.results.records import Run
 
 MIB = 2**20
@@ -33,72 +33,36 @@ class PredictedStep:
     compute_ms: float
     communication_ms: float
     exposed_ms: float
-    messages: int
 
     @property
     def step_ms(self) -> float:
         return self.compute_ms + self.exposed_ms
 
-    @property
-    def efficiency(self) -> float:
-        """Examples a second of N ranks over N times those of one, where each rank does what the one
-        did.
-        """
-        return self.compute_ms / self.step_ms
 
-
-def buckets(lead_bytes: Sequence[float], cap_mb: int = 0) -> list[list[int]]:
-    """Which gradients (by place, in order of arrival) DDP sends together: a bucket is closed by the
-    gradient that fills it. 0 is PyTorch's default, 25 MiB after a first one of 1."""
-    caps = [1 * MIB, 25 * MIB] if cap_mb == 0 else [cap_mb * MIB]
+def buckets(lead_bytes: Sequence[float]) -> list[list[int]]:
+    """Which gradients (by place, in order of arrival) DDP sends together by default: a bucket is
+    closed by the gradient that fills it, the first one at 1 MiB, later ones at 25."""
     groups: list[list[int]] = [[]]
     held = 0.0
     for place, size in enumerate(lead_bytes):
         groups[-1].append(place)
         held += size
-        if held >= caps[min(len(groups), len(caps)) - 1]:
+        if held >= (MIB if len(groups) == 1 else 25 * MIB):
             groups.append([])
             held = 0.0
     return [group for group in groups if group]
 
 
-def ddp(alone: Run, link: Link, cap_mb: int = 0, each: int = 1) -> PredictedStep:
-    """DDP's step, of `alone`: one process's run of one rank's share, with its gradients' arrivals.
-    each: how many times a step gradients are sent: 1, or the rank's micro-batches where it
-    synchronises after each of them."""
+def ddp(alone: Run, link: Link) -> PredictedStep:
+    """The least that DDP's step takes, of `alone`: one process's run of one rank's share, with its
+    gradients' arrivals."""
     lead, size = alone.samples["lead_ms"], alone.samples["lead_bytes"]
     done, sent = -lead[0], 0.0
-    groups = buckets(size, cap_mb)
-    for group in groups:
+    for group in buckets(size):
         ms = link.all_reduce_ms(sum(size[place] for place in group))
         done = max(done, -lead[group[-1]]) + ms  # 0 is the last gradient's arrival
         sent += ms
-    return PredictedStep(
-        alone.metric("step_ms"), each * sent, each * max(0.0, done), each * len(groups)
-    )
-
-
-def fsdp(alone: Run, link: Link, micro_steps: int = 1) -> PredictedStep:
-    """FSDP2's step, roughly: weights are gathered twice a micro-step, unit by unit, one unit ahead
-    of the computation, and gradients are scattered once a step. Hidden is what fits beside
-    computing; the first unit's gather never is."""
-    gathered, gradients = alone.metrics["gathered_mb"] * 1e6, alone.metrics["gradient_mb"] * 1e6
-    units = alone.metrics["units"]
-    unit_ms = link.gather_ms(gathered / units)
-    sent = 2 * micro_steps * units * unit_ms + units * link.gather_ms(gradients / units)
-    compute = alone.metric("step_ms")
-    return PredictedStep(
-        compute, sent, max(0.0, sent - compute) + unit_ms, (2 * micro_steps + 1) * units
-    )
-
-
-def flat_link(ranks: int, gb_per_s: float, latency_us: float = 20.0) -> Link:
-    """A link of that bus bandwidth at every size, after a latency: a data sheet's, not a measured
-    one.
-    """
-    sizes = tuple(float(2**power) for power in range(10, 33))
-    ms = tuple(latency_us / 1e3 + size * bus_factor(ranks) / gb_per_s / 1e6 for size in sizes)
-    return Link(ranks, sizes, ms)
+    return PredictedStep(alone.metric("step_ms"), sent, max(0.0, done))
 
 
 def efficiency(alone: Run, together: Run) -> float | None:

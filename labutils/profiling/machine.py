@@ -61,14 +61,16 @@ def driver() -> str | None:
 FULL_GB = {"06": 141, "07": 141, "08": 96, "09": 80, "11": 80}
 """Lab -> GB of GPU memory that its models take at the scale "full"; `FULL_GB_ELSE` for all others.
 """
-FULL_GB_ELSE, SMALL_GB = 40, 8
+SMALL_GB = {"11": 24}
+"""The same at the scale "small"; `SMALL_GB_ELSE` for all others."""
+FULL_GB_ELSE, SMALL_GB_ELSE = 40, 8
 SEVERAL_GPUS = ("11",)
 """Labs that use all GPUs there are, and whose larger scales need two or more."""
 
 
 def scale_for(machine: dict[str, Any], lab: str = "") -> str:
-    """The largest scale that fits `machine`: "full", "small" from 8 GB of GPU memory, otherwise
-    "tiny".
+    """The largest scale that fits `machine`: "full", "small" from 8 GB of GPU memory for most labs,
+    otherwise "tiny".
 
     lab: number of the lab that is to fit. Without one, or for an unknown one, it is what most labs
     need.
@@ -78,14 +80,17 @@ def scale_for(machine: dict[str, Any], lab: str = "") -> str:
     memory = machine.get("gpu_memory_gb", 0)
     if memory >= FULL_GB.get(lab, FULL_GB_ELSE):
         return "full"
-    return "small" if memory >= SMALL_GB else "tiny"
+    return "small" if memory >= SMALL_GB.get(lab, SMALL_GB_ELSE) else "tiny"
 
 
 def meant_for(scale: str, lab: str = "") -> str:
     """In words, the machine that `lab` needs at `scale`."""
     if scale == "tiny":
         return "any CPU"
-    memory = FULL_GB.get(lab, FULL_GB_ELSE) if scale == "full" else SMALL_GB
+    memory = {
+        "full": FULL_GB.get(lab, FULL_GB_ELSE),
+        "small": SMALL_GB.get(lab, SMALL_GB_ELSE),
+    }[scale]
     return f"{'two GPUs' if lab in SEVERAL_GPUS else 'a GPU'} of {memory} GB"
 
 

@@ -11,15 +11,18 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +35,7 @@ from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import distributed
-from labutils.training.benchmark import Candidate, empty_run
+from labutils.training.benchmark import AGAIN, ROUND_MS, ROUNDS, Candidate, empty_run
 from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 
@@ -43,22 +46,22 @@ RUNS = "runs.jsonl"
 class Task:
     """One thing that the ranks do. Plain data.
 
-    kind: "train" (a recipe is timed), "run" (it trains `steps` steps, with checkpoints),
-    "all-reduce" (of `sizes` bytes, timed). name, tags: of its run. alone: rank 0 does it by itself
-    and the others wait. traced: optimizer steps recorded by the profiler after the timing.
-    arrivals: the time at which each gradient is ready is measured, too. fail: "raise" or "kill" of
-    `fails` (rank, step).
+    kind: "train" (the recipes of `timed` are timed in turns), "run" (`recipe` trains `steps` steps,
+    with checkpoints), "all-reduce" (of `sizes` bytes, timed). name, tags: of its run. timed: for
+    each recipe a `Timed` as a dict. traced: optimizer steps recorded by the profiler after the
+    timing, of what all do together. alone: rank 0 runs by itself and the others wait. fail: "raise"
+    or "kill" of `fails` (rank, step).
     """
 
     kind: str
     name: str
     workload: dict[str, Any] = field(default_factory=dict)
     recipe: dict[str, Any] = field(default_factory=dict)
+    timed: tuple[dict[str, Any], ...] = ()
     steps: int = 5
     warmup: int = 2
     alone: bool = False
     traced: int = 0
-    arrivals: bool = False
     sizes: tuple[int, ...] = ()
     folder: str = ""
     checkpoint_every: int = 0
@@ -66,6 +69,23 @@ class Task:
     fail: str = ""
     fails: tuple[int, int] = (0, 0)
     tags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A recipe that is timed, and name and tags of its run.
+
+    by: "all" ranks together; "one", rank 0 by itself while the others wait; "each" rank by itself,
+    all at once with nothing between them, of which the slowest counts.
+    """
+
+    name: str
+    by: str
+    recipe: dict[str, Any]
+    tags: dict[str, Any] = field(default_factory=dict)
+
+    def company(self) -> AbstractContextManager:
+        return nullcontext() if self.by == "all" else distributed.by_itself()
 
 
 @dataclass
@@ -120,16 +140,15 @@ def _do(task: Task, status: RankStatus, folder: str) -> None:
     status.write(folder, task=task.name, step=0)
     gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
     cuda.empty_cache()
-    run = None
+    runs = []
     if me.rank == 0 or not task.alone:
         with distributed.by_itself() if task.alone else nullcontext():
-            run = TASKS[task.kind](task, status, folder)
+            runs = TASKS[task.kind](task, status, folder)
     if task.alone:
         me.all(None)  # the others wait here, at no cost to the device
     if me.rank == 0:
-        run.tags = task.tags
         with (Path(folder) / RUNS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(run.record()) + "\n")
+            file.writelines(json.dumps(run.record()) + "\n" for run in runs)
 
 
 # ------------------------------------------------------------------------------ tasks
@@ -166,42 +185,82 @@ def encoded_once(workload: Workload) -> Callable[[Any, Recipe], Any]:
     return dataset
 
 
-def _train(task: Task, status: RankStatus, folder: str) -> Run:
-    """Time a recipe: first step, warm-up, timed steps; then a trace, where one is asked for."""
-    workload, recipe = _workload(task), Recipe(**task.recipe)
-    run = empty_run(workload, recipe, task.name)
-    candidate = Candidate(workload, recipe, task.warmup, dataset=encoded_once(workload))
+def _train(task: Task, status: RankStatus, folder: str) -> list[Run]:
+    """Time recipes in turns: every round visits all of them, there and back by turns, and the first
+    at both ends. Then trace what all do together, where traces are asked for."""
+    workload, me = _workload(task), distributed.here()
+    hook = encoded_once(workload)
+    visits = {each["name"]: Timed(**each) for each in task.timed}
+    base = next(iter(visits.values()))
+    visits[base.name + AGAIN] = replace(base, tags=base.tags | {"again": True})
+    candidates: dict[str, Candidate] = {}
+    runs = {}
     try:
-        trainer, times = candidate.trainer, StepTimes()
-        times.extend(candidate.measure(task.steps))
-        candidate.report_times(run, times)
-        gradients = sum(p.numel() * p.element_size() for p in trainer.parameters)
-        run.metrics |= {"gradient_mb": gradients / 1e6, "ranks": trainer.ranks.count}
-        if task.arrivals:
-            run.samples |= gradient_arrivals(trainer)
-            run.metrics |= _to_gather(trainer)
-        if task.traced:
-            traces, wait = Path(folder) / f"traces-{status.rank}", candidate.steps_to_settle
-            trace = profile(trainer, task.traced, traces, with_stack=False, wait=wait)
-            metrics, computing, communicating = communication(trace)
-            run.metrics |= metrics
-            run.samples |= {"computing_ms": computing, "communicating_ms": communicating}
-        peaks = trainer.ranks.all(candidate.memory)
-        run.metrics |= {name: max(peak[name] for peak in peaks) for name in candidate.memory}
+        for each in visits.values():
+            if _key(each) not in candidates:
+                recipe = Recipe(**each.recipe)
+                with each.company():
+                    made = Candidate(workload, recipe, task.warmup, dataset=hook)
+                candidates[_key(each)] = made
+        gc.collect()
+        times = _in_turns({n: (each, candidates[_key(each)]) for n, each in visits.items()}, task)
+        comparison = uuid.uuid4().hex[:12]
+        for name, each in visits.items():
+            run = runs[name] = empty_run(workload, Recipe(**each.recipe), name)
+            run.tags, run.comparison = each.tags, comparison
+            if each.by != "one" or me.rank == 0:
+                with each.company():
+                    _report(run, each, candidates[_key(each)], times[name], task, folder)
+            me.all(None)
     finally:
-        candidate.close()
-    return run
+        for candidate in candidates.values():
+            candidate.close()
+    return list(runs.values())
 
 
-def _to_gather(trainer: Trainer) -> dict[str, float]:
-    """What FSDP would have to gather for one pass: `gathered_mb`, in so many `units`."""
-    workload, recipe = trainer.workload, trainer.recipe
-    trained = workload.trained(trainer.model)[1]
-    lower = 0.5 if recipe.adapter == "none" and recipe.precision == "bf16" else 1.0
-    return {
-        "gathered_mb": lower * sum(p.nbytes for p in trained.parameters()) / 1e6,
-        "units": len(workload.units(trainer.model)) + 1,
-    }
+def _key(each: Timed) -> str:
+    """What those that one trainer can do have in common."""
+    return json.dumps([each.by == "all", each.recipe], sort_keys=True)
+
+
+def _in_turns(visits: Mapping[str, tuple[Timed, Candidate]], task: Task) -> dict[str, StepTimes]:
+    """The times of each visit; of one that each rank makes by itself, the slowest rank's."""
+    me, times = distributed.here(), {name: StepTimes() for name in visits}
+    scale = task.workload["scale"]
+    for turn in range(ROUNDS[scale]):
+        for name in list(visits)[:: -1 if turn % 2 else 1]:
+            each, candidate = visits[name]
+            if each.by != "one" or me.rank == 0:
+                steps = max(task.steps, math.ceil(ROUND_MS[scale] / candidate.step_ms))
+                if each.by == "each":  # so that none is done while others still run
+                    steps = max(me.all(steps))
+                with each.company():
+                    times[name].extend(candidate.measure(steps), turn)
+            me.all(None)  # the others wait here, at no cost to the device
+    for name, (each, _) in visits.items():
+        if each.by == "each":
+            times[name] = max(me.all(times[name]), key=lambda those: median(those.step_ms))
+    return times
+
+
+def _report(
+    run: Run, each: Timed, candidate: Candidate, times: StepTimes, task: Task, folder: str
+) -> None:
+    """Fill in what was measured, when gradients are ready (of one process), and a trace's times."""
+    trainer = candidate.trainer
+    candidate.report_times(run, times)
+    gradients = sum(p.numel() * p.element_size() for p in trainer.parameters)
+    run.metrics |= {"gradient_mb": gradients / 1e6, "ranks": trainer.ranks.count}
+    if each.by == "one" and "again" not in each.tags:
+        run.samples |= gradient_arrivals(trainer)
+    if each.by == "all" and task.traced:
+        traces, wait = Path(folder) / f"traces-{trainer.ranks.rank}", candidate.steps_to_settle
+        trace = profile(trainer, task.traced, traces, with_stack=False, wait=wait)
+        metrics, computing, communicating = communication(trace)
+        run.metrics |= metrics
+        run.samples |= {"computing_ms": computing, "communicating_ms": communicating}
+    peaks = trainer.ranks.all(candidate.memory)
+    run.metrics |= {name: max(peak[name] for peak in peaks) for name in candidate.memory}
 
 
 def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
@@ -230,10 +289,11 @@ def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
     return {"lead_ms": leads, "lead_bytes": sizes[-last:]}
 
 
-def _run(task: Task, status: RankStatus, folder: str) -> Run:
+def _run(task: Task, status: RankStatus, folder: str) -> list[Run]:
     """Train with checkpoints, and fail where the task says so."""
     workload, recipe = _workload(task), Recipe(**task.recipe)
     run = empty_run(workload, recipe, task.name)
+    run.tags = task.tags
 
     def after_step(trainer: Trainer) -> None:
         status.write(folder, step=trainer.step_count)
@@ -248,12 +308,13 @@ def _run(task: Task, status: RankStatus, folder: str) -> Run:
         trainer.run(task.steps, task.checkpoint_every, after_step)
         trainer.driver.log.flush()
         run.metrics["loss"] = trainer.losses
-    return run
+    return [run]
 
 
-def _all_reduce(task: Task, status: RankStatus, folder: str) -> Run:
+def _all_reduce(task: Task, status: RankStatus, folder: str) -> list[Run]:
     ranks = distributed.here().count
-    return Run("", task.name, **time_all_reduce(task.sizes, default_device(), ranks))
+    timed = time_all_reduce(task.sizes, default_device(), ranks)
+    return [Run("", task.name, tags=task.tags, **timed)]
 
 
 TASKS = {"train": _train, "run": _run, "all-reduce": _all_reduce}

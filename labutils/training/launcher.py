@@ -1,6 +1,6 @@
 """Starting ranks from a notebook, and saying plainly what became of them.
 
-    task = Task("train", "ddp 2", workload.opened_as(), recipe.as_dict())
+    task = Task("run", "ddp 2", workload.opened_as(), recipe.as_dict())
     ended = launch([task], ranks=2, device="cuda")
     ended.runs["ddp 2"]; ended.message
 

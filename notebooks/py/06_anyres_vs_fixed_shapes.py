@@ -18,54 +18,38 @@
 # %% [markdown]
 # # Lab 06 · AnyRes or fixed shapes
 #
-# Article A2 trains LLaVA-NeXT, a model that reads images and text, and tries what is known to help language models:
-# FP8 (lab 05), `torch.compile` (lab 04), and QLoRA, which keeps the frozen weights in 4 bits (lab 07 takes it apart).
-# Each gains less than hoped. Then the article forces all images to one size, and the step takes half the time. Its
-# explanation is *AnyRes*, the way in which this model cuts images into tiles: images of different shapes give different
-# numbers of tokens, so the compiler has to start over.
-#
-# But forcing images to 336 × 336 does two things at once: shapes stop varying, *and* there are far fewer tokens. This
-# lab measures the article's table and then separates the two. It asks whether the article's loss values differ by more
-# than chance. Then it tries to have both, images of any shape and nothing compiled twice. It ends with the article's
-# decision chart, computed from what was measured.
+# Article A2 trains LLaVA-NeXT, which reads images and text, and tries on it what helps language models: FP8, `torch.compile`,
+# QLoRA. Each gains less than hoped. Then it forces all images to one size, and a step takes half the time. Its explanation is
+# *AnyRes*: images of other shapes become other numbers of tokens, and the compiler starts over. But small squares are also
+# fewer tokens. You take the two apart, and then have both: any shape, and fast.
 #
 # **After this lab you can**
-# - say how many tokens an image costs, and what AnyRes does with small ones;
-# - read a table of methods by first step, later steps and memory, and say when a method has made up for its slow start;
-# - separate two changes that came together, by an experiment that makes one of them alone;
-# - count recompilations, read their reasons, and get rid of them without fixing the images' shapes;
-# - tell a difference of two losses from the spread of seeds;
-# - choose a method for a card, a number of steps and a tolerance, and give your reasons.
+# - count an image's tokens, and write a collator for a multimodal model;
+# - count recompilations, and write code that needs none;
+# - take a speed-up apart into its causes, and say what is left over;
+# - pack examples into rows, and compute a loss without its logits;
+# - hold FP8 weights once, under LoRA;
+# - choose a method by its total time, for a card and a number of steps.
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU with a C++ compiler | 2 minutes |
-# | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 141 GB | 13 minutes; started again, it keeps what it has measured |
+# | `tiny` | any CPU | 1 minute |
+# | `small` | a GPU of 8 GB | 4 minutes |
+# | `full` | a GPU of 141 GB | 6 minutes; all of the article's batch sizes, 9 more |
 #
-# This is the longest lab: take it in two sittings. Sections 1 to 4 test what the article did, sections 5 to 7 go past it.
-#
-# At `full` the architecture is llava-v1.6-mistral-7b's. With random weights, time and memory are the real model's.
-# Losses are not, so section 5 trains a small model of its own to say something about them.
-#
-# **Without a GPU** you see how each question is asked and answered. Sections 1 and 4 (c) hold on any machine. Elsewhere
-# the CPU's times say nothing about a GPU: FP8 is emulated, 4-bit weights have no fast kernels, and there is no GPU
-# memory to compare. So our H200's table follows each of yours.
+# The architecture at `full` is llava-v1.6-mistral-7b's. A CPU has neither FP8 products nor GPU memory. It shows our H200's numbers
+# beside its own.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-batches: str = ""  # batch sizes of the table beside 1, as "2 4 8 16 24", the article's; empty: 4 at tiny, else 4 24
-compile_batches: str = (
-    ""  # batch sizes of the compiled methods; empty: none at tiny, 1 at larger scales
+batches: str = (
+    ""  # batch sizes of the table; the article's: "1 2 4 8 16 24"; empty: 1, at small 1 and 4
 )
-whole_model: bool = (
-    False  # on a GPU also compile the model whole, as the article did: twice 1-2 minutes
-)
-steps: int = 0  # timed steps of a cell; 0: 2 at tiny, else 5 at batch 1, 3 up to 4, and above 1
-seeds: int = 0  # seeds of section 5; 0: 2 at tiny, 3 at larger scales
+more: str = ""  # further methods of the table, as "compile-whole fixed-fp8-frozen"
+seeds: int = 0  # seeds of section 8; 0: 2 at tiny, 3 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -73,56 +57,84 @@ from labutils.course.lab import open_lab
 lab = open_lab("06", globals())
 
 # %%
-import warnings
+import contextlib
+import gc
+import random
+import time
 from functools import partial
-from itertools import cycle
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
+from PIL import Image
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import MistralConfig, MistralForCausalLM
 
 from labutils.course import plots
-from labutils.course.goals import GOAL_HEAD, Goal, goal_rows
 from labutils.course.parameters import whole_numbers
+from labutils.data.anyres import Examples
+from labutils.data.tokenizers import llava_processor, llava_tokenizer
 from labutils.labs import lab06_advisor, lab06_anyres
-from labutils.labs.ladders import A2_BASE, A2_LADDER, climb, distinct_on, rung_rows
+from labutils.labs.ladders import A2_BASE
+from labutils.layers.chunked_cross_entropy import linear_cross_entropy
 from labutils.layers.cuda_graph import compile_from_nothing
-from labutils.layers.quantization.convert import convert_base, forward_context
+from labutils.layers.packed_attention import document_attention
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.profiling.machine import usable_cores
-from labutils.profiling.measured_rates import measured_roofline
-from labutils.results.effects import paid_after
-from labutils.results.records import REFERENCE, Run, read_runs, to_frame
-from labutils.training import train
+from labutils.results.records import REFERENCE, Run, Runs, read_runs, summarise, to_frame
 from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
-from labutils.workloads.llava import SIZES
+from labutils.workloads.llava import SIZES, tower_flops
 
+# %%
 plots.use_style()
-warnings.filterwarnings("ignore", module="torch")
-compile_from_nothing()  # so that a first step is one
+compile_from_nothing()  # so that a first step compiles all that it uses
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
-
-# %%
-sizes = sorted({1, *(whole_numbers("batches", batches) or ([4] if tiny else [4, 24]))})
-compiled_sizes = whole_numbers("compile_batches", compile_batches) or ([] if tiny else [1])
 uniform, varied = lab.workload("llava-lora"), lab.workload("llava-lora-varied")
-cells: list[Run] = []
+geometry = SIZES["full"].geometry  # the article's model's, at any scale
 
 # %% [markdown]
 # ## 1 · What an image costs
 #
-# **Question.** How many tokens does a photograph of 500 × 500 pixels become? And one of 336 × 336, the article's fixed
-# size, of which it says that it bypasses AnyRes?
+# **Question.** How many tokens is a photograph of 500 × 500? And one of 336 × 336, the size with which the article means to
+# bypass AnyRes?
 #
-# LLaVA-NeXT's vision tower, the network that turns pixels into tokens, reads *tiles* of 336 × 336 pixels and makes
-# 24 × 24 tokens of each. AnyRes shows it each image twice: once shrunk to a single tile, and once enlarged and cut into
-# a grid of tiles that suits the image's shape.
-#
-# **Your prediction:** image tokens of a photograph of 500 × 500.
+# **Technique.** The vision tower reads *tiles* of 336 × 336 pixels, and makes 24 × 24 tokens of each. AnyRes shows it every image
+# twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens of padding are dropped. Each line of the
+# grid ends with a newline token.
+
+# %%
+TILE, SIDE = 336, 24  # a tile's pixels, and tokens, along a side
+GRIDS = [(1, 2), (2, 1), (2, 2), (3, 1), (1, 3)]  # tiles down, tiles across
+
+
+def best_grid(height, width):
+    """The grid that shows most pixels; of equals the smallest."""
+
+    def shown(grid):
+        scale = min(TILE * grid[0] / height, TILE * grid[1] / width)
+        pixels = min(int(height * scale) * int(width * scale), height * width)
+        return pixels, -grid[0] * grid[1]
+
+    return max(GRIDS, key=shown)
+
+
+def image_tokens(height, width):
+    down, across = (SIDE * tiles for tiles in best_grid(height, width))
+    scale = min(down / height, across / width)
+    down -= 2 * ((down - int(round(height * scale, 7))) // 2)  # without the padding
+    across -= 2 * ((across - int(round(width * scale, 7))) // 2)
+    return SIDE**2 + down * (across + 1)
+
+
+# %% [markdown]
+# **Your prediction:** tokens of an image of 500 × 500. Work it out by hand: one tile, and a grid of 2 × 2 with its newlines.
 
 # %%
 my_tokens: float | None = None  # for example 576
@@ -130,595 +142,451 @@ my_tokens: float | None = None  # for example 576
 lab.predict("tokens of a 500 x 500 image", my_tokens, "tokens")
 
 # %%
-geometry = SIZES["full"].geometry  # that of the article's own model, whatever the scale
-counts = {"tiles_low_resolution": geometry.tiles((224, 224))}
-for height, width in ((336, 336), (500, 500), (354, 707)):
-    counts[f"tiles_{height}x{width}"] = geometry.tiles((height, width))
-    counts[f"tokens_{height}x{width}"] = geometry.tokens((height, width))
-square, wide = counts["tokens_500x500"], counts["tokens_354x707"]
-counts["aspect_token_ratio"] = max(square, wide) / min(square, wide)
+random.seed(0)
+for _ in range(1000):  # transformers' own functions agree
+    size = random.randint(60, 1500), random.randint(60, 1500)
+    assert image_tokens(*size) == geometry.tokens(size)
+for height, width in ((224, 224), (336, 336), (336, 672), (336, 1008), (500, 500)):
+    tiles = 1 + np.prod(best_grid(height, width))
+    print(f"{height} x {width}: {tiles} tiles, {image_tokens(height, width):,} tokens")
+
+# %%
+square, wide = image_tokens(500, 500), image_tokens(336, 672)
+counts = {"aspect_token_ratio": square / wide, "tiles_336x336": geometry.tiles((336, 336))}
+counts |= {"tiles_low_resolution": geometry.tiles((224, 224)), "tokens_500x500": square}
 article = open_workload("llava-lora", "full", device="cpu")
-counts["vision_share"] = lab06_anyres.vision_share(article, lab06_anyres.method("bf16"))
-kept = Run("06", "token-counts", workload="llava-lora", scale="full", metrics=counts)
-kept.tags = {"experiment": "token-counts"}
-lab.keep(kept)
-lab.table(
-    ("image, width × height", "tiles", "image tokens"),
-    ("224 × 224", counts["tiles_low_resolution"], None),
-    ("336 × 336", counts["tiles_336x336"], counts["tokens_336x336"]),
-    ("500 × 500", counts["tiles_500x500"], counts["tokens_500x500"]),
-    ("707 × 354, the same area", counts["tiles_354x707"], counts["tokens_354x707"]),
-)
-lab.verdict("A2.anyres.tokens", "A2.anyres.one-tile", "A2.fixed.no-anyres")
-# %% [markdown]
-# Even the smallest grid has two tiles (1 × 2), so no image is ever a single tile. One of 336 × 336 is shown once as
-# it is, and once in the middle of a canvas of two tiles, half of which is padding. All three tiles go through the vision
-# tower; the padding's tokens are dropped afterwards.
-#
-# An image of 707 × 354 might be expected in a grid of 1 × 2 tiles, 672 × 336 pixels. But it is a hair less than twice
-# as wide as high, so it would be shrunk to 671 × 336 there. In the grid of 2 × 2 its width decides: it becomes
-# 672 × 336, one column of pixels more, and AnyRes takes the grid that shows the most pixels. Half of that grid is padding. So
-# the image costs the vision tower as many tiles as a square of the same area, but the language model only three fifths
-# of the tokens.
-#
-# **Takeaway.** The article's fixed shape doesn't switch AnyRes off. It turns every image into one of the cheapest that
-# AnyRes knows: 1,176 tokens instead of 2,928.
+step_of = {name: article.work(lab06_anyres.method(name)) for name in ("bf16", "fixed")}
+counts["vision_share"] = 5 * tower_flops(article.size) / step_of["bf16"].flops
+lab.keep(Run("06", "token-counts", tags={"experiment": "token-counts"}, metrics=counts))
+lab.verdict("A2.anyres.tokens", "A2.fixed.no-anyres")
 
 # %% [markdown]
-# ## 2 · The article's table, without the compiler
+# The smallest grid has two tiles, so no image is a single tile. One of 336 × 336 is shown once as it is, and once in the middle
+# of two tiles.
 #
-# **Question.** Which of FP8 and QLoRA saves time, which saves memory, and how does that change with the batch size?
-#
-# | method | frozen base weights |
-# |---|---|
-# | *bf16* | as published |
-# | *fp8-te* | the article's FP8 layers, from Transformer Engine |
-# | *fp8-frozen* | lab 05's FP8 layer, which holds its weight once |
-# | *nf4* | NF4: 4 bits a weight, unpacked to BF16 before each product |
-# | *qlora* | *nf4*, plus what PEFT's `prepare_model_for_kbit_training` does to the rest of the model |
-#
-# A new model is built for each row; its first step is timed, then a few later ones. (At batch 24 a step takes so long
-# that one has to do: that row is about memory.) *Has paid after* is the number of steps that make up for a
-# slower start, if any do; it counts the first step alone. *Useful* tokens are those that aren't padding. (The table
-# divides medians. The verdicts below it compare step with step where two methods trained on the same batches, so their
-# percentages may differ by a few.)
-#
-# Every row uses *checkpointing*: the model's blocks keep only their inputs and are computed again in the backward pass.
-# The article doesn't mention it, but its 16 GB at batch 1 hold 15 GB of weights in BF16, and what is left is about as
-# much as checkpoints need.
-#
-# **Your prediction:** by how many percent is QLoRA's step longer than that of BF16 at batch 1?
-
-# %%
-my_qlora: float | None = None  # for example 20
-
-lab.predict("QLoRA's step at batch 1, longer by", my_qlora, "%")
-
-
-# %%
-def cell(method: str, batch: int) -> Run:
-    """A cell measured now; what fails says why in the table."""
-    return lab06_anyres.cell(
-        uniform,
-        method,
-        batch,
-        steps or (2 if tiny else 5 if batch == 1 else 3 if batch <= 4 else 1),
-    )
-
-
-def measure_cells(methods: dict[str, list[int]]) -> None:
-    """Measure and keep methods, each at its batch sizes, except what an interrupted start left behind."""
-    for method, batches_of_it in methods.items():
-        for batch in batches_of_it:
-            recipe = lab06_anyres.method(method, batch)
-            cells.append(lab.measured(f"{method} b{batch}", recipe, partial(cell, method, batch)))
-
-
-pair = sorted({1, max(size for size in sizes if size <= 4)})
-fp8_te = pair if on_gpu else [1]
-measure_cells(
-    {
-        "bf16": sizes,
-        "fp8-te": fp8_te,
-        "fp8-frozen": [1],
-        "qlora": sorted({*pair, sizes[-1]}),
-        "nf4": [1],
-    }
-)
-uncompiled = ("bf16", "qlora", "fp8-te", "fp8-frozen", "nf4")
-
-# %%
-cell_columns = {
-    "run": "method and batch",
-    "first_step_s": "first step, s",
-    "step_ms": "step, ms",
-    "data_ms": "of it data",
-    "longer_percent": "against bf16, %",
-    "peak_allocated_gb": "memory, GB",
-    "useful_tokens_per_s": "useful tokens/s",
-    "paid_after": "has paid after, steps",
-}
-
-
-def show_cells(*methods: str) -> None:
-    """These methods' cells as a table, here and on the H200, and why others are not in it."""
-
-    def table(runs: list[Run]) -> pd.DataFrame:
-        frame = lab06_anyres.cell_table(runs, methods)
-        return frame.reindex(columns=list(cell_columns)).rename(columns=cell_columns)
-
-    lab.show(cells, table, experiment="methods")
-    failed = [(run.label, run.status) for run in cells if not run.ok]
-    lab.table(("not measured", "why"), *failed, otherwise="Every row could be measured.")
-
-
-show_cells(*uncompiled)
+# **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image the cheapest that AnyRes knows: 1,176 tokens, not
+# 2,928.
 
 # %% [markdown]
-# How does the memory grow with the batch?
+# ## 2 · What a batch holds
+#
+# **Question.** A batch is a rectangle, and images differ. How much of it is padding?
+#
+# **Technique.** A collator, as its users write it. The processor cuts the tiles and repeats `<image>` once for each image token.
+# Only the answer gets labels. With a `length` it does as the article does: every image a small square, every text padded to 2,048.
 
 # %%
-whose, shown = (
-    ("this GPU", cells)
-    if on_gpu
-    else ("our H200 (a CPU has no GPU memory)", lab.references(experiment="methods"))
-)
-fig, ax = plt.subplots(figsize=(7.2, 3.6))
-frame = to_frame(
-    run for run in shown if run.tags["method"] in uncompiled and not run.has(again=True)
-)
-memory = {
-    method: rows.set_index("batch")["peak_allocated_gb"].dropna().to_dict()
-    for method, rows in frame.groupby("method", sort=False)
-}
-plots.curves(ax, memory, "batch size", "memory at the peak, GB")
-ax.set_title(f"Memory at the peak on {whose}", pad=42)
-plt.show()
+processor = llava_processor(geometry, llava_tokenizer(512))  # yours: AutoProcessor.from_pretrained
+PROMPT = "[INST] <image>\nDescribe [/INST]"
 
-# %%
-lab.verdict(
-    "A2.fp8.speed", "A2.fp8.batch", "A2.fp8.first-step", "A2.fp8.memory", "A2.fp8.held-twice"
-)
-# %%
-lab.verdict(
-    "A2.qlora.speed",
-    "A2.qlora.cause",
-    "A2.qlora.first-step",
-    "A2.qlora.memory-small",
-    "A2.qlora.memory-large",
-    "A2.qlora.memory-growth",
-)
+
+def collate(examples, length=None):
+    """[(image, class)] -> what the model takes."""
+    how = {"padding": True}
+    if length:
+        examples = [(image.resize((TILE, TILE)), name) for image, name in examples]
+        how = {"padding": "max_length", "max_length": length, "truncation": True}
+    images = [image for image, _ in examples]
+    answers = [name + processor.tokenizer.eos_token for _, name in examples]
+    texts = [PROMPT + answer for answer in answers]
+    batch = processor(text=texts, images=images, return_tensors="pt", **how)
+    batch["labels"] = torch.full_like(batch["input_ids"], -100)
+    for line, answer in enumerate(answers):
+        ids = processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        end = batch["attention_mask"][line].sum()
+        batch["labels"][line, end - len(ids) : end] = torch.tensor(ids)
+    return batch
+
+
 # %% [markdown]
-# If your GPU is fast, compare FP8 at batch 1 with FP8 at batch 4. At batch 1 the host launches kernels more slowly than
-# the GPU runs them. Then layers that take more kernels than a plain product does, and FP8's and the 4-bit ones do, make
-# the step longer. At batch 4 the GPU has enough to do, and FP8's faster products begin to show. (*bf16* itself may take
-# more than four times as long at batch 4, as on our H200. From two texts on, the shorter are padded and masked, and with a
-# mask PyTorch can't take its fastest attention kernel, which is a likely reason; section 6 takes the mask away.)
+# **Your prediction:** which share of a *fixed* batch's tokens is useful, so no padding? Count 14 tokens of text.
+
+# %%
+my_useful: float | None = None  # for example 80
+
+lab.predict("useful tokens of a fixed batch", my_useful, "%")
+
+# %%
+shapes = ((500, 500), (672, 336), (336, 1008), (700, 480))
+leaves = [(Image.new("RGB", shape), "bean rust") for shape in shapes]
+useful = {}
+for name, length in {"AnyRes": None, "fixed": 2048}.items():
+    batch = collate(leaves, length)
+    useful[name] = batch["attention_mask"].float().mean().item()
+    lines, longest = batch["input_ids"].shape
+    print(f"{name}: {lines} x {longest:,} tokens, {useful[name]:.0%} useful; pixels", end=" ")
+    print(tuple(batch["pixel_values"].shape))
+course = Examples(processor).example(leaves[0][0], 1)  # the package's example
+ours = collate(leaves[:1])
+assert torch.equal(ours["input_ids"][0], course["input_ids"])
+assert torch.equal(ours["labels"][0], course["labels"])
+
+# %% [markdown]
+# The tiles are padded, too: to as many as the image with the most has. Cutting tiles takes time on the host: 45 of the 480 ms of
+# the H200's step, which is why the ladder of section 6 begins with workers.
 #
-# In the picture each line starts at the height of the weights, and this is where QLoRA and FP8 save. Its slope is what
-# each further example adds: checkpoints, and the tensors of one block at a time. If only the weights differed, all lines
-# would have the same slope, and a method's saving would shrink in percent but never turn into a loss.
+# **Takeaway.** Count useful tokens, but don't stop there. A small square has fewer tokens by throwing pixels away: count images,
+# too.
+
+# %% [markdown]
+# ## 3 · The article's table
 #
-# So a line that crosses the one of *bf16* must have larger activations. For QLoRA there is a suspect: PEFT's
-# preparation turns embeddings and norms into float32, and with them everything that flows from block to block. *nf4* is
-# QLoRA without that preparation. At batch 1 the tables show what the preparation adds there; one batch size shows no
-# slope, and lab 07 takes the two apart.
+# **Question.** Five methods, six batch sizes. Which saves time, which saves memory?
+#
+# *fp8-te* is the article's FP8, Transformer Engine's, in the frozen layers. *compile* compiles the blocks one by one, *fixed* does so on small squares.
+# *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing,
+# and has *eager-fixed* instead. All compute their blocks again in the backward pass. The article doesn't say so, but only then its
+# 16 GB hold 15 GB of weights.
+#
+# **Technique.** A line for memory: weights once, and something for each example. QLoRA saves weights. But PEFT's preparation turns
+# norms and embeddings into float32, so what flows from block to block has four bytes instead of two.
+
+# %%
+WIDTH, LAYERS, KEYS, INNER, WORDS = 4096, 32, 1024, 14336, 32064  # Mistral 7B's
+BLOCK = 2 * WIDTH * (WIDTH + KEYS) + 3 * WIDTH * INNER  # q, o, k, v, and gate, up, down
+
+saved = LAYERS * BLOCK * (2 - 0.516) - 2 * WORDS * WIDTH * (4 - 2)  # NF4; embedding and head
+an_example = LAYERS * 2942 * WIDTH * (4 - 2)  # a block's input for each block, in float32
+print(f"saved once {saved / 1e9:.1f} GB, more for each example {an_example / 1e9:.2f} GB")
+
+# %% [markdown]
+# **Your prediction:** from which batch size on does QLoRA take *more* memory than BF16?
+
+# %%
+my_crossing_batch: float | None = None  # a batch size
+
+lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
+
+# %% [markdown]
+# Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You measure
+# batch 1, the parameter `batches` adds others.
+
+# %%
+METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
+AT_ONE = ("fp8-frozen", "fixed-fp8-te")
+for_a_cpu = ("bf16", "qlora", "eager-fixed", "fp8-frozen")
+cells = {}
+for batch in whole_numbers("batches", batches) or ([1, 4] if lab.scale == "small" else [1]):
+    names = METHODS + AT_ONE * (batch == 1) + tuple(more.split()) if on_gpu else for_a_cpu
+    names = tuple(dict.fromkeys(names))
+    visits = (2 if tiny else 8) if batch == 1 else 3 if batch <= 4 else 1
+    measure = partial(lab06_anyres.compared, uniform, names, batch, visits)
+    cells |= lab.measured_together(lab06_anyres.cells(names, batch), measure)
+
+# %%
+columns = ("first_step_s", "step_ms", "speed-up", "floor_ms", "data_ms", "mfu")
+columns += ("examples_per_s", "useful_tokens_per_s", "peak_allocated_gb")
+runs, some = Runs(cells.values()), {"batch": 1, "method": (*METHODS, *AT_ONE, "eager-fixed")}
+lab.show(runs.select(**some), columns, experiment="methods", **some)
+article_s = runs.select(method=METHODS)
+lab.show(article_s, lab06_anyres.side_by_side, experiment="methods", method=METHODS)
+lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
+
+# %% [markdown]
+# MFU is the share of the dense peak of what multiplies: FP8's for FP8. Examples are images. On our H200 the host sets the pace at
+# batch 1, and FP8 loses, as it launches more kernels. At batch 4 it wins. *fixed* makes more images a second, and fewer useful
+# tokens: its images hold less. The lines of memory cross earlier than the formula says. It leaves out the block that is computed
+# again, which has float32 inside, too.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
 # %% [markdown]
-# ### Does the vision tower hold FP8 back?
+# ## 4 · How often the compiler starts over
 #
-# **Question.** The article blames the vision tower for FP8's small gain. The tower can't be converted, it says: an image
-# has 577 rows there, and Transformer Engine wants multiples of 8. Does its layer still refuse them, and how much of the
-# step's arithmetic is the tower's?
+# **Question.** Do varying images make the compiler start over? And did they in the article, whose images are all 500 × 500?
+#
+# **Technique.** Code is compiled for the sizes that it meets. A *guard* checks them at each call. If it fails, the code is compiled
+# again: a *recompilation*. Dynamo reports when it starts and ends, which gives a counter and a timeline.
+
 
 # %%
-rows_577 = torch.randn(5, 577, 1024, device=lab.device, dtype=torch.bfloat16)
-linear = torch.nn.Linear(1024, 1024, device=lab.device, dtype=torch.bfloat16).requires_grad_(False)
-print(
-    "The course's frozen FP8 layer takes them:",
-    tuple(FrozenFP8Linear.from_linear(linear)(rows_577).shape),
-)
-print(f"The tower's share of the arithmetic of the article's step: {counts['vision_share']:.1%}")
-refusal = {"experiment": "fp8-te vision"}
-with lab.attempt("577 rows through te.Linear", **refusal):
-    layer = torch.nn.Sequential(linear)
-    convert_base(layer, ["0"], "fp8-te")
-    message = ""
-    try:
-        with forward_context("fp8-te"):
-            layer(rows_577.requires_grad_()).sum().backward()
-    except (AssertionError, ValueError, RuntimeError) as error:  # which one: see its version
-        message = f"{type(error).__name__}: {error}"
-    metrics = {"failed": int(bool(message)), "message": message}
-    lab.keep(Run("06", "fp8-te vision", tags=refusal, metrics=metrics))
-    print("te.Linear:", message or "takes them, too")
-lab.verdict("A2.lmm.vision-cost", "A2.fp8.vision-refuses", "A2.fp8.vision-limits")
-# %% [markdown]
-# **Takeaway.** Put a number to a bottleneck before you believe in it. The tower has a fiftieth of the step's
-# arithmetic, so what holds FP8 back must be in the rest. Lab 05 timed single layers of the language model, and there,
-# too, FP8 gained much less than the tensor cores promise: quantising around each product takes kernels and time of its
-# own.
+class Block(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
-# %% [markdown]
-# ## 3 · With the compiler
-#
-# **Question.** What does `torch.compile` gain, what does its first step cost, and after how many steps has it paid for itself?
-#
-# - *compile* compiles the model's *blocks*, the layers that a transformer repeats. The decoder's 32 blocks are alike and
-#   share their code, so there is one to compile instead of 32.
-# - *fixed* does the same on images of 336 × 336.
-# - *compile-whole* and *fixed-whole*, with `-p whole_model true` on a GPU, compile the model in one piece, as the article
-#   did. The article's first steps and break-even counts are judged by these two. They take minutes, so *bf16* is timed
-#   once more beside them, to compare them with. (With Transformer Engine's layers the
-#   blocks have its own checkpointing. In a model compiled whole, the compiler gives up on such blocks and leaves them
-#   eager; so the rows with these layers are always compiled block by block.)
-#
-# At `tiny` nothing is compiled unless you ask for it with `-p compile_batches 1`: it takes half a minute of C++
-# compilation, which lab 04 has already shown.
-#
-# **Your prediction:** after how many steps has compiling the blocks paid at batch 1, by its first step alone?
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def timeline(lengths, dynamic):
+    """(start, end) of each step, and of each time the compiler was at work."""
+    torch.compiler.reset()
+    steps, compiling = [], []
+    torch._dynamo.on_compile_start(lambda _: compiling.append([time.perf_counter()]))
+    torch._dynamo.on_compile_end(lambda _: compiling[-1].append(time.perf_counter()))
+    network = nn.Sequential(*(Block() for _ in range(4))).to(lab.device)
+    for block in network:  # blocks of one shape share their code
+        block.compile(backend="eager", dynamic=dynamic)  # leave the backend out in your script
+    for n in lengths:
+        began = time.perf_counter()
+        network(torch.randn(n, 64, device=lab.device)).square().mean().backward()
+        steps.append([began, time.perf_counter()])
+    torch.compiler.reset()
+    return np.array(steps) - steps[0][0], np.array(compiling) - steps[0][0]
+
 
 # %%
-my_even: float | None = None  # for example 500
+lengths = (96, 96, 80, 112, 64, 96)
+for name, dynamic in {"exact sizes": False, "any size": True, "PyTorch's default": None}.items():
+    steps, compiling = timeline(lengths, dynamic)
+    found = [int(sum(began <= start < end for start, _ in compiling)) for began, end in steps]
+    print(f"{name}: code compiled in each step", found)
+fig, ax = plt.subplots(figsize=(7.2, 1.8))
+for height, spans in enumerate((compiling, steps)):
+    look = {"facecolor": plots.FILLS[height][0], "edgecolor": "white", "linewidth": 1.5}
+    ax.broken_barh([(1e3 * s, 1e3 * (e - s)) for s, e in spans], (height, 0.8), **look)
+ax.set(yticks=(0.4, 1.4), yticklabels=("compiler", "steps"), xlabel="ms, by default")
+plt.show()
 
-lab.predict("break-even of torch.compile at batch 1", my_even, "steps")
+# %% [markdown]
+# Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default the second length is
+# compiled anew, and its code then takes any. The third step, which brings it, is nearly all compiler, and here only Dynamo is at
+# work. Inductor behind it takes seconds. After 8 versions of a function PyTorch gives up.
+#
+# So why would a model recompile again and again? Because of code that asks. To put image tokens into their places, the published
+# model counts them on the device. A collator can say beforehand which image token belongs where.
 
 # %%
-methods = {"compile": compiled_sizes}
-if on_gpu and compiled_sizes:
-    others = ("compile-qlora", "fixed-qlora", "compile-fp8-te", "fixed-fp8-te")
-    methods |= dict.fromkeys(("fixed", "fixed-fp8-frozen"), [*compiled_sizes, 4]) | dict.fromkeys(
-        others, [1]
-    )
-measure_cells(methods)
-if on_gpu and whole_model:  # in one go: a baseline of another hour would be none
-    whole = {"bf16 b1, again": "bf16", "compile-whole b1": "compile-whole"}
-    whole["fixed-whole b1"] = "fixed-whole"
-    asked = {label: lab06_anyres.method(method) for label, method in whole.items()}
-    cells += lab.measured_together(
-        asked,
-        lambda: {
-            label: lab06_anyres.cell(uniform, method, 1, steps or 5, again=method == "bf16")
-            for label, method in whole.items()
-        },
-    ).values()
-show_cells("bf16", *(method for method in lab06_anyres.METHODS if method not in uncompiled))
-if not compiled_sizes:
-    lab.show("Nothing was compiled here: `-p compile_batches 1` compiles.")
+IMAGE = 7
 
-# %% [markdown]
-# ### What the compiler did
-#
-# The compiler reads the Python code and turns it into *graphs* of tensor operations. What it can't read splits a graph
-# in two (a *graph break*), and Python runs in between. Each graph comes with *guards*: conditions, such as a tensor's
-# size, under which it is valid. When a guard fails, the code is read and compiled again: a *recompilation*. After 8
-# versions of a function PyTorch gives up and leaves it uncompiled.
+
+def by_mask(ids, text, image):  # the published model, in short
+    there = ids == IMAGE
+    if there.sum() != len(image):  # the host waits for the device
+        raise ValueError("image tokens and their places differ in number")
+    return text.masked_scatter(there[:, None], image)
+
+
+def places_of(ids):  # in the collator, on the CPU: -1 is text
+    there = ids == IMAGE
+    return torch.where(there, there.cumsum(0) - 1, -1)
+
+
+def by_place(places, text, image):
+    return torch.where(places[:, None] >= 0, image[places.clamp(min=0)], text)
+
 
 # %%
-compiler_columns = {
-    "run": "",
-    "compile_s": "compiling in all, s",
-    "graphs": "graphs",
-    "graph_breaks": "graph breaks",
-    "recompilations": "recompilations",
-    "given_up": "given up",
-}
-lab.show(cells, compiler_columns, experiment="methods")
-
-# %%
-lab.verdict(
-    "A2.compile.speed",
-    "A2.compile.memory",
-    "A2.compile.first-step",
-    "A2.compile.break-even",
-    "A2.fixed.speed",
-    "A2.fixed.memory",
-    "A2.fixed.memory-batch",
-    "A2.fixed.first-step",
-    "A2.fixed.break-even",
-)
-# %% [markdown]
-# ### FP8 and 4-bit layers under the compiler
-#
-# **Question.** The article found both to be black boxes to the compiler. Do they break the graph, and what is then left
-# of the gain? The last claim is about the course's own FP8 layer, into which the compiler can see.
-
-# %%
-lab.verdict(
-    "A2.te.breaks-graph",
-    "A2.compile.fp8-speed",
-    "A2.compile.fp8-gains-less",
-    "A2.compile.fp8-first-step",
-    "A2.compile.fp8-compiles-faster",
-    "A2.fixed.fp8-speed",
-    "A2.fixed.fp8-memory",
-    "A2.fixed.fp8-first-step",
-    "A2.fixed.fp8-break-even",
-    "A2.qlora.breaks-graph",
-    "A2.qlora.no-compile",
-    "A2.qlora.no-fixed",
-    "A2.left.fp8-in-graph",
-)
-# %% [markdown]
-# The article counts the first step alone. If *compiling in all* is much longer than the first step, a text of another
-# length came later and was compiled for as well. A break-even count should include that. (The timed steps don't contain
-# it: a round in which something was compiled is repeated.)
-#
-# Compare *useful tokens/s* as well, before you call *fixed* fast. Its step ends sooner because it holds fewer of an
-# image's tokens: on our H200 its steps at batch 1 are two fifths shorter than *bf16*'s, and yet it trains on fewer
-# useful tokens a second.
-#
-# **Takeaway.** A break-even count divides seconds on the host by milliseconds on the GPU, so it holds for one machine and
-# one way of compiling. From a few timed steps it is also rough: run the lab twice and compare. Before you accept a long
-# first step, try compiling one block instead of the whole model.
+ids = torch.tensor([1, 7, 7, 7, 5, 6, 2])
+text, image = torch.randn(7, 4, device=lab.device), torch.randn(3, 4, device=lab.device)
+ways = {by_mask: ids.to(lab.device), by_place: places_of(ids).to(lab.device)}
+for merge, where in ways.items():
+    torch.testing.assert_close(merge(where, text, image), by_mask(ways[by_mask], text, image))
+    told = torch._dynamo.explain(merge)(where, text, image)
+    print(f"{merge.__name__}: {told.graph_count} graphs, {told.graph_break_count} breaks")
+torch.compiler.reset()
 
 # %% [markdown]
-# ## 4 · Two changes that came together
-#
-# **Question.** The fixed shape halved the article's step. Is that because shapes no longer vary, or because there are
-# fewer tokens?
-#
-# ### (a) One shape, as many tokens; (b) one shape, fewer tokens
-#
-# Take five examples of varied sizes. There are four runs, each with the same number of steps:
-#
-# | run | trains on | compiled |
-# |---|---|---|
-# | *same-tokens varying* | all of the examples in turn, each at its own length | as PyTorch does by default |
-# | *same-tokens any length* | the same | for any length from the start |
-# | *same-tokens static* | only the example of median length, in every step: about as many tokens, in one shape | for that length |
-# | *static fewer-tokens* | only the shortest example, in every step | for that length |
-#
-# If constant shapes are what helps, a thousand tokens cost less in *static* than in *varying*. If fewer tokens are what
-# helps, a thousand tokens cost about the same everywhere, and the step with the fewest tokens is the shortest.
-#
-# At `full` a step trains on two copies of an example: with one, compiled code on a fast GPU is done before the host has
-# launched it, and then a step takes as long with fewer tokens as with more. The images' features were computed
-# beforehand, as only the decoder's lengths matter here.
-#
-# On a GPU all four are compiled block by block. On a CPU nothing is compiled, so your table shows only the second
-# effect. (`layers="rewritten"`, here and below, runs the same modules on tensors that were prepared on the CPU, so that
-# nothing has to be counted or looked up on the GPU. Section (c) shows what that is good for.)
-
-# %%
-alone = A2_BASE.but(
-    layers="rewritten", cache="features", micro_batch=2 if lab.scale == "full" else 1
-)
-alone = alone.but(compile="default" if on_gpu else "off", compile_scope="blocks")
-uniform.release_weights()  # its weights are not needed any more, and would count as memory of what follows
-replayed = lab.measured_together(
-    dict.fromkeys(lab06_anyres.REPLAYS), partial(lab06_anyres.replays, varied, alone, 5)
-)
-columns = {"run": "run", "tokens": "tokens a step", "ms_per_1k_tokens": "ms for 1000 tokens"}
-columns["peak_allocated_gb"] = "memory, GB"
-lab.show(replayed.values(), columns, experiment="replay")
-lab.verdict("A2.fixed.cause", "A2.fixed.memory-cause")
-# %% [markdown]
-# Read the last column but one. Whatever *varying* and *static* differ by is all that constant shapes can give. The
-# article's step became 47 to 53 % shorter, but that is a third change as well: its fixed shapes are compiled, and
-# compared with a step that isn't, and compiling alone made the article's step 11 to 20 % shorter. What is left must come
-# from the tokens, of which the fixed shape leaves two in five (1,176 of 2,928 of an image).
-
-# %% [markdown]
-# ### (c) How often does the compiler start over?
-#
-# **Question.** If shapes do vary, what makes the compiler start over: the images, or the model's code?
-#
-# There are two sets of images: the article's, all of 500 × 500 (*uniform*), and one of varied sizes (*varied*). We count
-# in four cases:
-#
-# - *uniform*: the published model, compiled as a whole, on the article's images;
-# - *varied*: the same on images of varied sizes;
-# - *varied, blocks*: on those, only the model's blocks are compiled, and the places of image tokens are worked out on the
-#   CPU beforehand;
-# - *varied, blocks, any length*: the same, with code for any length from the start.
-#
-# Only the compiler's front end runs, the part that reads code and sets guards, on the smallest model. That takes seconds,
-# and the counts are the same on every machine.
-#
-# **Your prediction:** recompilations in the first steps on the article's own images, published model.
+# **Your prediction:** recompilations in the first steps on the article's images, published model compiled as a whole.
 
 # %%
 my_recompilations: float | None = None  # for example 8
 
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
+# %% [markdown]
+# The front end alone, on the smallest model: the counts are the same on every machine.
+
 # %%
-small_uniform, small_varied = (
-    open_workload(name, "tiny", device=lab.device) for name in ("llava-lora", "llava-lora-varied")
-)
-blocks = A2_BASE.but(layers="rewritten", compile_scope="blocks")
-count = 3 if tiny else 6
-cases = {
-    "uniform": (small_uniform, A2_BASE, None, {"images": "uniform"}),
-    "varied": (small_varied, A2_BASE, None, {"images": "varied"}),
+small = {
+    name: open_workload(name, "tiny", device=lab.device) for name in (uniform.name, varied.name)
 }
-if not tiny:  # there the last case's count has to do
-    cases["varied, blocks"] = small_varied, blocks, None, {"images": "varied", "scope": "blocks"}
+apart = A2_BASE.but(layers="rewritten", compile_scope="blocks")  # places from the collator
+cases = {"uniform": (A2_BASE, None, {"images": "uniform"})}
+cases |= {"varied": (A2_BASE, None, {"images": "varied"})}
+cases |= {"blocks": (apart, None, {"images": "varied", "scope": "blocks"})}
 any_length = {"images": "varied", "scope": "blocks", "any_length": True}
-cases["varied, blocks, any length"] = (small_varied, blocks, True, any_length)
-compilers, by_step = {}, {}
-for name, (images, recipe, dynamic, tags) in cases.items():
-    run, compilers[name] = lab06_anyres.recompilations(images, recipe, count, dynamic)
+cases |= {"any length": (apart, True, any_length)}
+counted = {}
+for name, (recipe, dynamic, tags) in cases.items():
+    images = small["llava-lora" if tags["images"] == "uniform" else "llava-lora-varied"]
+    run, _ = lab06_anyres.recompilations(images, recipe, 3 if tiny else 6, dynamic)
     run.run, run.tags = f"recompiles {name}", {"experiment": "recompilation"} | tags
-    by_step[name] = dict(enumerate(run.samples["recompilations"], 1))
-    lab.keep(run)
-
-# %%
-fig, ax = plt.subplots(figsize=(7.2, 3.2))
-plots.grouped(ax, by_step, "recompilations")
-ax.set_xlabel("step")
-ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-ax.set_title("Code compiled anew, step by step", pad=42)
-plt.show()
-rows = []
-for name, compiler in compilers.items():
-    rows += [(name, f"`{guard}`", times) for guard, times in compiler.reasons.most_common(2)]
-lab.table(("", "guards that failed most often", "times"), *rows)
-given_up = {f"`{name}`" for compiler in compilers.values() for name in compiler.given_up}
-print(
-    "Left uncompiled, after too many versions:", ", ".join(given_up) or "nothing within these steps"
-)
+    counted[name] = lab.keep(run)
+    print(f"{name}: recompilations by step {run.samples['recompilations']}")
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
-# %% [markdown]
-# **The article's images.** All of them have the same number of image tokens (2,928 at `full`). Only the answer's text
-# varies, by a token or two. At the second length the compiler writes code for any length, and from step 3 on there is
-# nothing more to compile. So AnyRes can't be what kept compilation from gaining more in the article.
-#
-# **Varied images.** Here the published model recompiles again and again: it counts and compares image tokens on the
-# device, in pieces that are compiled for one exact size each. With the places of image tokens worked out beforehand
-# that ends after two steps, when a second length and a second number of tiles (3 or 5) have been seen. Compiled for *any
-# length* from the start, a single one is left that has nothing to do with lengths: the first block's input has no gradient
-# where the others' have one. (The table counts guards, the picture recompilations: at one recompilation several guards
-# may have failed.)
-#
-# **Takeaway.** Most recompilations came from code that asks for sizes. Change that code, and images may have any shape.
 
 # %% [markdown]
-# ### (d) What does padding cost?
+# On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes can't
+# have kept the compiler from gaining more there. On varied images the published model goes on. With places from the collator and
+# compiled blocks that ends after two steps.
 #
-# **Question.** A fixed shape needs padding. How many of the tokens are then of use?
-#
-# The same varied images come in five forms. *Fixed* is the article's: every image shrunk to 336 × 336, every text padded
-# to one length. The others keep AnyRes: examples *as they come*; *padded* to one length; padded to the next of a few
-# lengths (*buckets*); or several examples in one row that don't see each other (*packed*).
-
-# %%
-plain = A2_BASE.but(layers="rewritten")
-forms = {
-    "as they come": plain,
-    "fixed, to 2048": plain.but(shapes="fixed"),
-    "padded, to 3072": plain.but(shapes="padded", token_budget=3072),
-    "buckets": plain.but(shapes="buckets", token_budget=3072),
-    "packed, to 8192": plain.but(shapes="packed", token_budget=8192),
-}
-form_tags = {
-    "as they come": {"form": "as they come"},
-    "fixed, to 2048": {"form": "fixed", "to": 2048},
-    "padded, to 3072": {"form": "padded", "to": 3072},
-    "buckets": {"form": "buckets"},
-    "packed, to 8192": {"form": "packed", "to": 8192},
-}
-
-
-def in_form(name: str) -> Run:
-    """The run of the varied images in one form."""
-    run = train(varied, forms[name], steps or (1 if tiny else 3), warmup=1)
-    run.tags = {"experiment": "forms"} | form_tags[name]
-    return run
-
-
-formed = [lab.measured(f"form: {name}", forms[name], partial(in_form, name)) for name in forms]
-columns = {"run": "form", "tokens_per_s": "tokens/s", "useful_tokens_per_s": "useful tokens/s"}
-columns["useful_tokens"] = "useful share of tokens"
-lab.show(formed, columns, experiment="forms")
+# **Takeaway.** Most recompilations come from code that asks for sizes. Change that code, and images may have any shape.
 
 # %% [markdown]
-# (The numbers in the names are token counts at `full`; smaller scales have smaller tiles. On a CPU a packed row is slow:
-# attention computes all pairs of its tokens and then masks those of different examples. A GPU's kernel skips them.)
+# ## 5 · Half the time, as a sum
 #
-# **Takeaway.** When two changes came together, add a run that makes only one of them. And count *useful* tokens: in
-# *fixed* at least two in five are padding. Apart from what compiling gave it, the article's step got shorter because its
-# images got smaller, and every useful token costs more than it has to.
+# **Question.** The article's step got 47 to 53 % shorter. Which part is due to constant shapes?
+#
+# **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. And small squares are less to
+# compute. Frozen weights: 2 FLOPs a token and weight forward, 2 backward. Attention: 12 a layer, channel and pair of tokens, half of
+# which is masked.
+
+
+# %%
+def step_flops(n, tiles):
+    """FLOPs of a step on n tokens, and on tiles that the vision tower sees once."""
+    products = 4 * n * (LAYERS * BLOCK + WORDS * WIDTH)
+    attention = 12 * LAYERS * WIDTH * n * n / 2
+    return products + attention + 24 * 577 * 23 * 1024**2 * tiles
+
+
+for name, (n, tiles) in {"bf16": (2942, 5), "fixed": (2048, 3)}.items():
+    assert abs(step_flops(n, tiles) / step_of[name].flops - 1) < 0.01  # the package's count
+share = step_flops(2048, 3) / step_flops(2942, 5)
+parts = {}
+for compiling, whole in ((11, 47), (20, 53)):
+    fewer = (100 - compiling) * (1 - share)
+    parts[f"article, {whole} %"] = {"compiling": compiling, "fewer FLOPs": fewer}
+    parts[f"article, {whole} %"]["rest"] = whole - compiling - fewer
 
 # %% [markdown]
-# ## 5 · Is it the loss, or the seed?
-#
-# **Question.** The article compares losses after ten steps, of one run each: FP8 +14 %, fixed shapes +2 %, both
-# +16 %, QLoRA −2 %, for which the article suggests regularisation. How far apart are two runs of the *same* recipe?
-#
-# Here a small model is trained on several seeds. All trainings start from the same frozen weights. A seed draws the
-# adapters and the order of the photographs, and every method gets the same seeds. What is compared is not the last
-# step's loss, which depends most on the two photographs that happen to be in it: it is the mean loss of photographs that
-# no training has seen, before and after. The learning rate rises over the first four steps.
-#
-# *fp8-mixed* is *fp8-frozen* with two layers of each block left as published: attention's last (`o_proj`) and the MLP's
-# last (`down_proj`). The article proposes to spare sensitive layers, for example attention's last; the MLP's is our
-# addition. At `tiny` there are few steps, and the loss has just begun to fall.
-#
-# **Your prediction:** the spread of BF16's final loss over seeds (largest minus smallest), in percent of the loss.
+# **Your prediction:** a fixed step computes 68 % of the FLOPs. Compiled, and with nothing else gained, how much shorter is it than
+# BF16's if compiling alone saves 20 %?
 
 # %%
-my_spread: float | None = None  # for example 1
+my_sum: float | None = None  # in percent
 
-lab.predict("spread of the loss over seeds", my_spread, "%")
+lab.predict("compiling and fewer FLOPs", my_sum, "%")
 
-# %%
-small = open_workload("llava-lora", "small" if on_gpu else "tiny", device=lab.device)
-start = A2_BASE.but(
-    layers="rewritten", loss="answers", micro_batch=2, learning_rate=6e-5 if on_gpu else 2e-3
-)
-fixed = start.but(shapes="fixed")
-recipes = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": fixed, "fp8-mixed": start}
-recipes |= {kind: start.but(base_linear=kind) for kind in ("fp8-frozen", "fp8-te")}
-recipes |= {"fixed-fp8-te": fixed.but(base_linear="fp8-te")}
-changes = {
-    "qlora": prepared_for_kbit,
-    "fp8-mixed": lab06_anyres.fp8_but("o_proj", "down_proj"),
-}
-kept = lab.measured_together(
-    {f"loss {name}": recipe for name, recipe in recipes.items()},
-    lambda: lab06_anyres.losses_over_seeds(
-        small, recipes, seeds or (2 if tiny else 3), 6 if tiny else 12, changes
-    ),
-)
-losses = {name.removeprefix("loss "): run for name, run in kept.items()}
-curve, (before, after) = (
-    losses["bf16"].metrics["loss"],
-    map(losses["bf16"].metric, ("start_loss", "final_loss")),
-)
-print(
-    f"BF16, held-out photographs: the loss goes from {before:.2f} to {after:.2f} in {len(curve)} steps."
-)
-print("The steps' own losses, last seed:", ", ".join(f"{loss:.1f}" for loss in curve))
+# %% [markdown]
+# The table has the article's two ends, and our own steps at each batch size that was measured.
 
 # %%
-final = np.array(losses["bf16"].samples["final_loss"])
-band = [100 * (loss / np.median(final) - 1) for loss in (final.min(), final.max())]
-against = lab06_advisor.against_same_seed(losses.values())
-del against["bf16"]
-fig, ax = plt.subplots()
-plots.differences(
-    ax,
-    against,
-    band,
-    "how far BF16's own seeds lie from their median",
-    "final loss against BF16's of the same seed, %",
+def sums(found):
+    """The article's sums, and those of the cells of these runs."""
+    lines = dict(parts)
+    for batch in sorted({run.tags["batch"] for run in found}):
+        tags = {"experiment": "methods", "batch": batch}
+        three = [found.one(method=name, **tags) for name in ("bf16", "compile", "fixed")]
+        if all(run and run.metric("step_ms") for run in three):
+            bf16, compiled, fixed = (run.metric("step_ms") for run in three)
+            less = 1 - three[2].metric("flops_per_step") / three[0].metric("flops_per_step")
+            whole, gained = 100 * (1 - fixed / bf16), 100 * (1 - compiled / bf16)
+            fewer = (100 - gained) * less
+            lines[f"ours, batch {batch}: {whole:.0f} %"] = {
+                "compiling": gained,
+                "fewer FLOPs": fewer,
+            }
+            lines[f"ours, batch {batch}: {whole:.0f} %"]["rest"] = whole - gained - fewer
+    return pd.DataFrame(lines).T.rename_axis("step shorter by").reset_index()
+
+
+lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="methods")))
+
+# %% [markdown]
+# Compiling and fewer FLOPs explain 40 to 46 % of the article's 47 to 53. Seven points are left over: at most these can be due to
+# constant shapes. A negative rest points to a host that sets the pace, so that less work saves less time.
+#
+# For that rest there is an experiment of one change: images of varied shapes, compiled blocks, and rows either as long as they come
+# (*blocks compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. `any_shape` measures
+# them together with section 6's ladder.
+
+# %%
+uniform.release_weights()
+shaped = lab.measured_together(
+    lab06_anyres.shape_recipes(lab.device),
+    partial(lab06_anyres.any_shape, varied, 2 if tiny else 3),
 )
+columns = ("ms_per_1k_tokens", "step_ms", "floor_ms", "examples_per_s", "useful_tokens_per_s")
+columns += ("useful_tokens", "peak_allocated_gb")
+three = [shaped[name] for name in ("blocks compiled", "padded", "fixed") if name in shaped]
+both = {"experiment": ("one shape", "ladder"), "rung": ("blocks compiled", False)}
+lab.show(three, columns, **both)
+lab.verdict("A2.fixed.speed", "A2.fixed.cause")
+
+# %% [markdown]
+# What would higher fixed resolutions cost? A step's time follows its tokens, whatever the shape.
+
+# %%
+run = shaped["blocks compiled" if on_gpu else "no host waits"]
+tokens, ms = (np.array(run.samples[name]) for name in ("tokens", "step_ms"))
+slope, start = np.polyfit(tokens, ms, 1)
+fig, ax = plt.subplots(figsize=(7.2, 2.6))
+ax.plot(tokens, ms, ".", color=plots.NAVY)
+ax.plot(tokens, start + slope * tokens, color=plots.RUST)
+ax.set(xlabel="tokens a step", ylabel="ms", ylim=(0, None))
 plt.show()
-lab.show(kept.values(), lab06_anyres.loss_table, experiment="loss")
-lab.verdict("A2.fp8.loss", "A2.fp8.mixed", "A2.fixed.loss", "A2.fixed.fp8-loss", "A2.qlora.loss")
+largest = tokens.max()
+for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
+    n = image_tokens(*size) / square * largest  # at this scale's tokens
+    print(
+        f"fixed {size[0]} x {size[1]}: {(start + slope * n) / (start + slope * largest):.0%} of the time of the largest"
+    )
+
 # %% [markdown]
-# Each dot compares a method with BF16 on one seed. Dots close together on one side of the line: the method makes the same
-# difference on every seed. Dots on both sides of the line: chance. The band shows how far BF16 differs from itself when
-# only the seed changes: a comparison of two *different* seeds means nothing inside it.
-#
-# On our H200 *fp8-te* ends two to three percent higher on every seed, and *fp8-frozen*, which rounds to the same formats,
-# on both sides of the line. So it isn't FP8 as such that costs loss here, and keeping layers of *fp8-frozen* in BF16 has
-# nothing to mend.
-#
-# The printed losses of single steps go up and down by more than that, without any method to blame. So do ten steps of
-# one run each: the article's 14 % may be a matter of which photographs came last.
-#
-# **Takeaway.** One run against another can't tell an effect from a seed. Compare on the *same* seeds, where most of the
-# chance cancels out, and show the spread. This model is small and its base random: whether FP8 harms a real model must be
-# found out on that model, with several seeds and a proper evaluation.
+# **Takeaway.** When two changes come together, compute what each must give, and make a run that makes only one.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
 #
-# **Question.** The article ends with three wishes: kernels that take any length, so that AnyRes keeps its resolution
-# at the speed of fixed shapes; FP8 weights that are held once; and FP8 layers inside the compiled graph. Which of them
-# can be had today?
+# **Question.** The article wishes for kernels that take any length, so that AnyRes keeps its resolution at the speed of fixed
+# shapes. How fast can AnyRes be today?
 #
-# The ladder starts with the plain loop on the *varied* images, without checkpointing. Each rung keeps the changes of the
-# rungs before it. The lanes are lab 04's: *same work* does the same computation with less waiting; *same mathematics*
-# computes less for the same distribution of gradients. Batches differ from rung to rung, so we compare the time for a
-# thousand useful tokens.
+# **Technique.** First, no padding: several examples share a row, and a mask keeps them apart.
+
+
+# %%
+def packed_mask(lengths):
+    """[n, n]: may token i see token j? Only of its own example, and nothing that comes later."""
+    example = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    place = torch.arange(len(example))
+    return (example[:, None] == example) & (place[:, None] >= place)
+
+
+lengths = [5, 9, 2]
+q, k, v = torch.randn(3, 1, 4, sum(lengths), 8)
+together = F.scaled_dot_product_attention(q, k, v, attn_mask=packed_mask(lengths))
+alone = [x.split(lengths, dim=2) for x in (q, k, v)]
+one_by_one = [
+    F.scaled_dot_product_attention(*three, is_causal=True) for three in zip(*alone, strict=True)
+]
+torch.testing.assert_close(together, torch.cat(one_by_one, dim=2))
+
+ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)  # what a kernel takes instead
+course, _ = document_attention(None, q, k, v, None, 8**-0.5, boundaries=ends)
+torch.testing.assert_close(together, course.transpose(1, 2))
+
+# %% [markdown]
+# On a GPU nobody forms the mask. `torch.nn.attention.varlen.varlen_attn` takes the boundaries and skips what is masked.
 #
-# **Your prediction:** how many times as many useful tokens a second does the best rung train on?
+# Second, no logits: long rows have one number for each token and each of 32,064 words. Compute the loss in chunks, and compute
+# each chunk again in the backward pass.
+
+
+# %%
+def chunked_loss(hidden, weight, targets, chunk=64):
+    def piece(hidden, targets):
+        return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    total = sum(checkpoint(piece, *both, use_reentrant=False) for both in pieces)
+    return total / (targets != -100).sum()
+
+
+hidden, weight = torch.randn(200, 32, requires_grad=True), torch.randn(1000, 32)
+targets = torch.randint(1000, (200,)).masked_fill(torch.rand(200) < 0.5, -100)
+losses = {
+    "whole": F.cross_entropy(hidden @ weight.T, targets),
+    "chunked": chunked_loss(hidden, weight, targets),
+    "the course's": linear_cross_entropy(hidden, weight, targets, chunk=64),
+}
+for loss in losses.values():
+    torch.testing.assert_close(loss, losses["whole"])
+    slopes = (
+        torch.autograd.grad(each, hidden)[0]
+        for each in (loss, F.cross_entropy(hidden @ weight.T, targets))
+    )
+    torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
+
+# %% [markdown]
+# The ladder starts with the plain loop on images of varied shapes. Each rung keeps the changes of those above it: tiles cut beside
+# the training; places from the collator and no question to the GPU; compiled blocks; packed rows with a chunked loss; logits at
+# the answers only; the frozen tower's features computed once; FP8 weights.
+#
+# **Your prediction:** how many times as many useful tokens a second as the plain loop does the last rung train on?
 
 # %%
 my_gain: float | None = None  # for example 2
@@ -726,158 +594,385 @@ my_gain: float | None = None  # for example 2
 lab.predict("useful tokens a second, against the plain loop", my_gain, "x")
 
 # %%
-ladder = A2_LADDER.plus(lab06_anyres.LOW_BIT_RUNG) if on_gpu else A2_LADDER
-recipes = climb(ladder)
-if not on_gpu:
-    # Compiling takes a minute on two cores, and workers would only get in the way.
-    on_cpu = {"num_workers": 0, "persistent_workers": False, "compile": "off"}
-    on_cpu |= {"compile_scope": "model", "dynamic": "automatic"}
-    recipes = {name: recipe.but(**on_cpu) for name, recipe in recipes.items()}
-climbable = distinct_on(lab.device, recipes)
-lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(ladder, climbable))
-
-# %%
-torch._dynamo.reset()
-climbed = lab.measured_together(
-    climbable, partial(lab06_anyres.climbed, varied, ladder, climbable, 4 if tiny else 6)
-)
-climbed = {name: climbed[name] for name in climbable}
-measured = [run for run in climbed.values() if run.ok]
+rungs = [run for run in shaped.values() if run.tags["experiment"] == "ladder"]
 fig, ax = plt.subplots()
-plots.ladder(ax, measured, "ms_per_1k_useful_tokens")
+plots.ladder(ax, rungs, "ms_per_1k_useful_tokens")
 plt.show()
-columns = {"run": "rung", "lane": "lane", "ms_per_1k_useful_tokens": "ms for 1000 useful tokens"}
-columns["useful_tokens_per_s"] = "useful tokens/s"
-lab.show(climbed.values(), columns, experiment="ladder")
+columns = (
+    "ms_per_1k_useful_tokens",
+    "useful_tokens_per_s",
+    "examples_per_s",
+    "step_ms",
+    "floor_ms",
+)
+lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
+lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# Be careful when you compare across lanes. In *same mathematics* a packed row holds several examples, so the gradient is
-# that of a larger batch. On a GPU, FP8 also rounds what it multiplies; section 5 asked what that does to the loss. (On a
-# CPU nothing is compiled and nothing waits for a GPU: there the picture shows how a ladder is built, not what a GPU would
-# gain.)
+# Images a second grow as useful tokens do: no pixel was given up. A packed step holds several examples, so its gradient is that of a
+# larger batch. What FP8's rounding does to the loss is section 8's question.
 #
-# The article's first wish was code for any length that is as fast as code for one. Section 4 has measured that: on the
-# same number of tokens, *any length* against *static*.
+# **Takeaway.** No image had to change its shape. On our H200 the gain comes from tiles cut beside the training, a host that asks
+# nothing, compiled blocks, full rows and FP8 products.
+
+# %% [markdown]
+# ## 7 · FP8 weights, held once
+#
+# **Question.** The article's other wish: PEFT on FP8 weights that are held once, with as little memory as QLoRA. Can it be had from
+# the libraries?
+#
+# **Technique.** `quantized_model_init` (before: `fp8_model_init`) has Transformer Engine build layers without a 16-bit weight. PEFT
+# wraps such a layer in `lora.TeLinear`. The scale comes from the tensor itself: delayed scaling has no history yet when weights
+# are loaded.
+
 
 # %%
-lab.verdict("A2.left.dynamic", "A2.left.fp8-once")
+def fp8_only(linear):
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    how = {"bias": False, "params_dtype": torch.bfloat16, "device": linear.weight.device}
+    with torch.no_grad(), te.quantized_model_init(enabled=True, recipe=Float8CurrentScaling()):
+        new = te.Linear(linear.in_features, linear.out_features, **how)
+        new.weight.copy_(linear.weight)  # quantised on the way
+    return new.requires_grad_(False)
+
+
+def in_fp8():
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    return te.autocast(enabled=True, recipe=Float8CurrentScaling())
+
+
 # %% [markdown]
-# ### How far the best rung gets
-#
-# **Question.** Is it fast, does it stay compiled, and how close is it to what this machine can do?
-#
-# The best rung is the one with the shortest time for a thousand useful tokens. It runs once more, with nothing compiled
-# beforehand. The table says how many graphs it needs, whether anything is compiled after the first steps, how many
-# times as fast as the plain loop it is, and which share it reaches of the rate at which this machine multiplies BF16
-# matrices. The last two lines are about FP8 weights' memory, from section 2. Lines without a number here need a GPU.
+# The article gave up on the vision tower: FP8 takes rows in multiples of 8, and an image has 577.
 
 # %%
-GOALS = {
-    "useful_speedup": Goal("useful tokens/s, times the plain loop's", least=2),
-    "graphs": Goal("graphs compiled", most=10),
-    "graph_breaks": Goal("graph breaks", most=0),
-    "compilations_after_warmup": Goal("compilations after warm-up", most=0),
-    "mfu_fp8": Goal("share of BF16's measured matrix rate with FP8 weights", least=0.55),
-    "mfu_bf16": Goal("the same without FP8", least=0.45),
-    "weights_share": Goal("bytes of FP8 weights, share of BF16's", most=0.55),
-    "memory_share": Goal("memory at batch 1 with FP8 weights, share of BF16's", most=0.75),
-}
-top = lab06_anyres.best_rung(climbed)
-rate = measured_roofline(climbable[top].fitted_to(lab.device).precision).rate
-targets = lab06_anyres.reached(varied, climbable[top], climbed, cells if on_gpu else [], rate)
-aims = Run("06", "targets", lane="same mathematics", metrics=targets)
-aims.recipe, aims.tags = climbable[top].as_dict(), {"experiment": "targets"}
-lab.keep(aims)
-theirs = lab.reference(experiment="targets")
-lab.table((f"rung *{top}*", *GOAL_HEAD), *goal_rows(GOALS, aims, theirs))
+refusal = {"experiment": "fp8-te vision"}
+with lab.attempt("577 rows through te.Linear", **refusal):
+    x = torch.randn(577, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer = fp8_only(nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16))
+    with in_fp8():
+        layer(x[:576]).sum().backward()
+    print("576 rows: the gradient of x is", tuple(x.grad.shape))
+    message = ""
+    try:
+        with in_fp8():
+            layer(x)
+    except (AssertionError, ValueError, RuntimeError) as error:  # which one: see its version
+        message = f"{type(error).__name__}: {error}"
+    metrics = {"failed": int(bool(message)), "message": message}
+    lab.keep(Run("06", "fp8-te vision", tags=refusal, metrics=metrics))
+    print("577 rows:", message or "taken")
+tower = nn.Linear(1024, 1024, device=lab.device).requires_grad_(False)
+taken = FrozenFP8Linear.from_linear(tower)(torch.randn(577, 1024, device=lab.device))
+print("577 rows through the frozen layer:", tuple(taken.shape))
 
 # %% [markdown]
-# Of the three wishes, code for any length comes true above. FP8 inside the graph did in section 3, and in the rung *FP8
-# weights* here. FP8 weights that are held once take half of BF16's bytes, which is still more than QLoRA's 4 bits.
+# The tower does 2 % of a step's FLOPs, so it was never what held FP8 back.
 #
-# **Takeaway.** No image had to change its shape. On a GPU most of the gain comes from tiles that are cut beside the
-# training, a host that asks the GPU for nothing, blocks compiled for any length, rows that are filled instead of padded,
-# and FP8 products. What nobody needs is not computed, either, which brings little here: the *logits*, one number for each
-# word of the vocabulary, at places where no word is to be predicted; and the vision tower's features of an image that it
-# has seen before, which can't have changed because the tower is frozen.
-
-# %% [markdown]
-# ## 7 · Which method for me?
-#
-# **Question.** The article ends with a chart: short of memory, QLoRA; few steps, FP8; many steps, fixed shapes with
-# compilation; from 135 to 220 steps, these two together, FP8 with fixed shapes and compilation. Does that follow from
-# its own table? And from ours?
-#
-# A method's total time is its first step plus all later ones: a straight line over the planned steps. At any number of
-# steps the lowest line wins. The winner changes where the two lowest lines cross.
+# Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with the layers
+# that the article calls sensitive left in BF16; and lab 05's frozen layer, under PEFT's plain LoRA layer.
 
 # %%
-theirs = lab06_advisor.published()
+width, blocks, length = (2048, 2, 512) if on_gpu else (256, 2, 128)
+if lab.scale == "full":
+    width, blocks, length = 4096, 4, 2048
+mistral = {"hidden_size": width, "intermediate_size": 7 * width // 2, "num_hidden_layers": blocks}
+mistral |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 256}
+mistral |= {"vocab_size": 512}
+SENSITIVE = ("o_proj", "down_proj")
 
 
-def total_time(options, most_steps: int) -> None:
-    """Each method's time in all over the planned steps, as a share of BF16's: the lowest wins."""
-    steps_planned = np.geomspace(10, most_steps, 200)
-    total = {
-        name: first + each * steps_planned
-        for name, first, each in options[["first_step_s", "step_s"]].itertuples()
-    }
-    fig, ax = plt.subplots(figsize=(7.2, 3.6))
-    for (name, seconds), line in zip(total.items(), cycle(("-", "--", "-.", ":"))):
-        ax.plot(steps_planned, seconds / total["bf16"], linestyle=line, label=name)
-    ax.set(xscale="log", xlabel="optimizer steps planned", ylabel="time in all, of BF16's")
-    ax.set_ylim(0.4, 1.6)
-    ax.xaxis.set_major_formatter("{x:,.0f}")
-    ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+# %%
+def with_lora(before=None, after=None, spared=()):
+    """Four blocks whose layers are replaced `before` PEFT wraps them, or `after`."""
+    torch.manual_seed(0)
+    with torch.device(lab.device):
+        model = MistralForCausalLM(MistralConfig(**mistral)).requires_grad_(False)
+    model.to(torch.bfloat16 if on_gpu else torch.float32)
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    names.remove("lm_head")
+    chosen = [name for name in names if not name.endswith(spared)]
+    for name in chosen if before else ():
+        model.set_submodule(name, before(model.get_submodule(name)))
+    torch.manual_seed(1)  # the same adapters, whatever drew random numbers before
+    inject_adapter_in_model(LoraConfig(r=8, lora_alpha=16, target_modules=names), model)
+    for name in chosen if after else ():
+        layer = model.get_submodule(name)
+        layer.base_layer = after(layer.base_layer)
+    return model
+
+
+# %%
+def held(model):
+    """Bytes on the GPU; on a CPU, of the model's tensors."""
+    gc.collect()
+    if on_gpu:
+        return torch.cuda.memory_allocated()
+    return sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+
+
+def drop_transposes(model):
+    """Have Transformer Engine's FP8 weights keep one layout."""
+    for layer in model.modules():
+        if hasattr(getattr(layer, "weight", None), "update_usage"):
+            layer.weight.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+
+# %%
+def stepper(model, around=contextlib.nullcontext, dropping=False):
+    """What trains on one text for a step, and returns the loss when all is done."""
+    ids = (torch.arange(length, device=lab.device) * 7 % 512)[None]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    def step():
+        with around():
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if dropping:
+            drop_transposes(model)
+        return loss.item()  # waits for the GPU
+
+    return step
+
+
+# %% [markdown]
+# **Your prediction:** the tensor cores of Hopper want the weight transposed for the backward pass. How many bytes a parameter does
+# Transformer Engine hold after some steps?
+
+# %%
+my_bytes: float | None = None  # for example 1
+
+lab.predict("bytes a parameter after training, Transformer Engine", my_bytes)
+
+# %%
+makes = {"BF16": {}, "fp8-frozen": {"after": FrozenFP8Linear.from_linear}}
+makes |= dict.fromkeys(("te, FP8 only", "te, transposes dropped"), {"before": fp8_only})
+makes |= {"te, sensitive in BF16": {"before": fp8_only, "spared": SENSITIVE}}
+steps, by_layer = {}, {}
+for name, make in makes.items():
+    if name.startswith("te, ") and len(steps) == 2 and name != "te, FP8 only":
+        continue  # the first of them failed
+    tags = {"experiment": "fp8 weights", "layer": name}
+    with lab.attempt(name, instead=lambda: None, **tags):
+        model = None  # of a make that failed
+        empty, count = held(nn.Module()), blocks * 13 * width**2  # frozen parameters
+        model = with_lora(**make)
+        at_rest = held(model) - empty
+        around = in_fp8 if "before" in make else contextlib.nullcontext
+        step = stepper(model, around, dropping="dropped" in name)
+        losses = [step() for _ in range(20)]
+        found = {"bytes_a_parameter": at_rest / count, "loss_drop": losses[0] - losses[-1]}
+        found |= {"bytes_a_parameter_after": (held(model) - empty) / count}
+        steps[name], by_layer[name] = step, Run("06", name, tags=tags, metrics=found)
+
+# %%
+by_layer["BF16 again"] = Run("06", "", tags=by_layer["BF16"].tags | {"again": True})
+ms = {name: [] for name in by_layer}
+for turn in range(2 if tiny else 8):
+    for name in list(by_layer)[:: -1 if turn % 2 else 1]:
+        began = time.perf_counter()
+        steps[name.removesuffix(" again")]()
+        ms[name].append(1e3 * (time.perf_counter() - began))
+for name, run in by_layer.items():
+    run.samples = {"step_ms": ms[name], "round": list(range(len(ms[name])))}
+    run.metrics["step_ms"] = summarise(ms[name])
+columns = ("bytes_a_parameter", "bytes_a_parameter_after", "step_ms", "speed-up", "loss_drop")
+lab.show(lab.keep(by_layer), columns, experiment="fp8 weights")
+lab.verdict("A2.left.fp8-once")
+steps = model = None
+
+# %% [markdown]
+# On a CPU *BF16* is float32, and FP8 is emulated. *After* shows what a library holds beyond the weights that it was given. Made with
+# gradients switched on, a layer has both layouts from the start. *transposes dropped* lets go of the second one after each step.
+# All rows are eager; compiled, the frozen layer is faster than BF16, as the ladder shows.
+#
+# **Takeaway.** Count a layer's bytes after some steps, not before.
+
+# %% [markdown]
+# ## 8 · The loss, or the seed?
+#
+# **Question.** The article compares losses after ten steps of one run each: FP8 +14 %, fixed shapes +2 %, QLoRA −2 %. How far apart
+# are two runs of the *same* recipe?
+#
+# **Technique.** Pair the runs: the same seed draws the same weights and the same data for both.
+
+
+# %%
+def final_loss(seed, rate):
+    torch.manual_seed(seed)
+    x, true, guess = torch.randn(64, 8), torch.randn(8, 1), torch.zeros(8, 1)
+    for _ in range(20):
+        off = x @ (guess - true)
+        guess -= rate * 2 * x.T @ off / len(x)
+    return off.square().mean().item()
+
+
+one, other = (np.array([final_loss(seed, rate) for seed in range(5)]) for rate in (0.05, 0.051))
+print(f"one recipe, five seeds: {one.min():.4f} to {one.max():.4f}")
+print("the other against it, seed by seed:", [f"{change:+.1%}" for change in other / one - 1])
+
+# %% [markdown]
+# The spread over seeds is far larger than the effect. Paired, the effect has one sign on every seed.
+#
+# **Your prediction:** the spread of BF16's final loss over seeds, largest over smallest, in percent.
+
+# %%
+my_spread: float | None = None  # for example 1
+
+lab.predict("spread of the loss over seeds", my_spread, "%")
+
+# %% [markdown]
+# A small model with random weights shows how to compare. What FP8 does to your model, only your model can show; `weights="hub"`
+# takes the article's. *fp8-te-mixed* puts the sensitive layers back into BF16.
+
+
+# %%
+def sensitive_in_bf16(model):
+    for name, layer in list(model.named_modules()):
+        if name.endswith(tuple(f"{spared}.base_layer" for spared in SENSITIVE)):
+            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
+            model.set_submodule(name, plain)
+
+
+# %%
+start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2)
+start = start.but(learning_rate=6e-5 if on_gpu else 2e-3)
+small_squares, te = start.but(shapes="fixed"), start.but(base_linear="fp8-te")
+trainings = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": small_squares}
+trainings |= {"fp8-te": te, "fp8-te-mixed": te, "fixed-fp8-te": te.but(shapes="fixed")}
+changes = {"qlora": prepared_for_kbit, "fp8-te-mixed": sensitive_in_bf16}
+scale_of_losses = lab.scale if lab.weights == "hub" else "small" if on_gpu else "tiny"
+learning = open_workload("llava-lora", scale_of_losses, lab.weights, lab.data, lab.device)
+by_seed = lab.measured_together(
+    {f"loss {name}": recipe for name, recipe in trainings.items()},
+    partial(
+        *(lab06_anyres.trained_on_seeds, learning, trainings, seeds or (2 if tiny else 3)),
+        *(6 if tiny else 12, changes),
+    ),
+)
+
+# %%
+base = np.array(by_seed["loss bf16"].samples["final_loss"])
+for name, run in list(by_seed.items())[1:]:
+    if run.ok:
+        against = np.array(run.samples["final_loss"]) / base - 1
+        print(f"{name}, against BF16 seed by seed:", [f"{change:+.2%}" for change in against])
+lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
+
+# %% [markdown]
+# One sign on every seed is an effect, both signs are chance. Compare *loss drop*: 4-bit weights are another model, which starts
+# elsewhere. With random weights the article's losses can't be judged.
+#
+# **Takeaway.** One run against another can't tell an effect from a seed.
+
+# %% [markdown]
+# ## 9 · Which method for me?
+#
+# **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes. Does
+# that follow from its own numbers?
+#
+# **Technique.** A method's total time is a line over steps: its first step, and then so much each. The lowest line wins. It is
+# overtaken first by the line that it meets first.
+
+
+# %%
+def crossings(methods):
+    """[(steps, who was fastest, who is from there on)] of name -> (first step, later steps) in s."""
+    found, now = [], min(methods, key=lambda name: methods[name][0])
+    while True:
+        first, each = methods[now]
+        ahead = {
+            other: (start - first) / (each - later)
+            for other, (start, later) in methods.items()
+            if later < each
+        }
+        if not ahead:
+            return found
+        after = min(ahead, key=ahead.get)
+        found.append((ahead[after], now, after))
+        now = after
+
+
+published = lab06_advisor.published()[["first_step_s", "step_s"]]
+article_says = crossings({name: tuple(line) for name, *line in published.itertuples()})
+for steps, before, after in article_says:
+    print(f"{steps:5,.0f} steps: {before} gives way to {after}")
+
+# %% [markdown]
+# The article prints its step times as a figure. They are worked out from its break-even counts (`lab06_advisor.py`).
+#
+# **Your prediction:** by the article's own numbers fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and
+# 0.579. From which step on is the one without FP8 ahead?
+
+# %%
+my_overtaking: float | None = None  # for example 220
+
+lab.predict("steps until fixed shapes beat fixed shapes with FP8", my_overtaking, "steps")
+
+
+# %%
+def drawn(lines, title, most=10_000):
+    """Total time of each method as a share of BF16's, with the crossings of the lowest line."""
+    n, methods = (
+        np.geomspace(10, most, 200),
+        {name: tuple(line) for name, *line in lines.itertuples()},
+    )
+    total = {name: start + each * n for name, (start, each) in methods.items()}
+    fig, ax = plt.subplots(figsize=(7.2, 3.4))
+    for place, (name, seconds) in enumerate(total.items()):
+        ax.plot(n, seconds / total["bf16"], ("-", "--", "-.", ":")[place % 4], label=name)
+    for steps, _, after in crossings(methods):
+        bf16 = methods["bf16"][0] + methods["bf16"][1] * steps
+        ax.plot(steps, (methods[after][0] + methods[after][1] * steps) / bf16, "o", color=plots.INK)
+    ax.set(
+        xscale="log",
+        xlabel="steps",
+        ylabel="total time, of BF16's",
+        ylim=(0.3, 2),
+        title=title,
+        xlim=(10, most),
+    )
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     plt.show()
 
 
-total_time(theirs, 20_000)
-planned = {f"{n:,}": lab06_advisor.advise(theirs, 24, n) for n in (100, 150, 200, 700, 900, 5000)}
-lab.table(("steps planned", *planned), ("finishes first", *(a.index[0] for a in planned.values())))
+drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# Read the lowest line from left to right. The article's regions are there. Its bounds aren't. FP8 with fixed shapes has caught up with *BF16* after 135
-# steps, and fixed shapes without FP8 have after 220. But BF16 isn't the method to beat. At 135 steps FP8 alone is
-# ahead, and FP8 with fixed shapes overtakes it only at about 150. At 220 steps FP8 with fixed shapes is ahead, and
-# fixed shapes without FP8 overtake it only at about 770. So by the article's own numbers FP8 with fixed shapes finishes
-# first from about 150 to about 770 steps, if a loss 16 % higher doesn't matter. (The article shows step times in a
-# figure only. They are worked out here from its break-even counts and percentages; see `labutils/labs/lab06_advisor.py`.)
+# FP8 with fixed shapes has caught up with *BF16* after 135 steps, and fixed shapes alone after 220. But BF16 isn't the method to
+# beat. FP8 alone is ahead until about 150 steps, then FP8 with fixed shapes, until about 770.
 #
-# ### Your choice
-#
-# Set your card's memory, your batch, your number of steps, and how much higher the loss may be (0.05 is 5 %; `None` is
-# any). On a GPU the methods are those that you measured in sections 2 and 3. A CPU has no GPU memory to measure, so
-# there they are the H200's.
+# Now your own choice. A CPU asks the H200's runs.
 
 # %%
-my_vram_gb, my_batch, my_steps, my_tolerance = 24, 1, 2000, 0.05
+my_vram_gb, my_batch, my_steps, my_tolerance = 24, 1, 2000, None
 
-with lab.attempt("Advice from measured runs"):
-    source = read_runs(lab.results_dir if on_gpu else REFERENCE, "06")
-    options = lab06_advisor.options_from(source, my_batch) if source else theirs
-    print(
-        "Asked of:",
-        "this machine's runs"
-        if on_gpu
-        else "the H200's runs"
-        if source
-        else "the article's numbers",
+with lab.attempt("advice from measured runs"):
+    options = lab06_advisor.options_from(
+        read_runs(lab.results_dir if on_gpu else REFERENCE, "06"), my_batch
     )
     advice = lab06_advisor.advise(options, my_vram_gb, my_steps, my_tolerance)
     lab.table(lab06_advisor.shown(advice))
-    total_time(options[options.index.isin(theirs.index)], 20_000)  # the article's methods
+    chosen = options.index.isin(published.index)
+    drawn(
+        options.loc[chosen, ["first_step_s", "step_s"]],
+        f"measured {'here' if on_gpu else 'on our H200'}",
+    )
     if on_gpu:
-        answers = Run("06", "guide", tags={"experiment": "guide"})
-        answers.metrics = lab06_advisor.guide(lab06_advisor.options_from(source, 1))
-        lab.keep(answers)
-lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.guide.many-steps")
+        answers = lab06_advisor.guide(
+            lab06_advisor.options_from(read_runs(lab.results_dir, "06"), 1)
+        )
+        lab.keep(Run("06", "guide", tags={"experiment": "guide"}, metrics=answers))
+lab.verdict("A2.guide.few-steps", "A2.guide.between")
+
 # %% [markdown]
-# (The picture leaves the loss aside; the table above it respects your tolerance. *Loss not measured* there means that a
-# method was left out for want of a number, not that it is bad.)
-#
-# **Takeaway.** Advice depends on the card, the batch, the plan and the tolerance. Write it down as a function, and you
-# can ask again when one of them changes.
+# **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 
 # %% [markdown]
 # ## Exercises
@@ -885,108 +980,124 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps", "A2.guide.between", "A2.gui
 # Exercises, the easiest first. Each cell checks itself. `lab.solution("06.1")` shows how the first can be solved.
 
 # %%
-from labutils.course.exercises import check, faster_than
+from labutils.course.exercises import check, faster_than, smaller_than
 
 # %% [markdown]
-# **1.** A method starts with 60 s and takes 0.5 s a step; another starts with 2 s and takes 0.9 s. After how many
-# steps has the first caught up?
+# **1. Caught up.** A method starts with 60 s and takes 0.5 s a step, another starts with 2 s and takes 0.9 s. After how many steps has
+# the first caught up?
 
 # %% tags=["exercise"]
 my_crossing = None  # your number of steps
 print(check("06.1", my_crossing))
 
 # %% [markdown]
-# **2.** A tile becomes 24 × 24 tokens, and the enlarged image has a newline token after each row. A photograph of
-# 500 × 500 is enlarged to 2 × 2 tiles: 24 · 24 tokens for the shrunk image, 48 · (48 + 1) for the enlarged one, 2,928 in
-# all. How many tokens has an image of 1008 × 336, which is enlarged to one row of three tiles?
+# **2. Useful tokens.** BF16 trains on 2,942 useful tokens in 480 ms. A fixed example has 2,048 tokens, 1,190 of them useful. How
+# short must its step be to train on as many useful tokens a second?
 
 # %% tags=["exercise"]
-my_tokens_of_three = None  # your sum
-print(check("06.2", my_tokens_of_three))
+my_step_ms = None  # your number of milliseconds
+print(check("06.2", my_step_ms))
 
 # %% [markdown]
-# **3.** FP8's loss lies at 2.02 over three seeds (2.00, 2.02, 2.05), BF16's at 2.00 (1.98, 2.00, 2.03). The seeds are
-# the same. Which of these may you say? Answer with a set of letters. (a) FP8 is worse by 1 %, beyond the spread of
-# seeds. (b) On every one of these seeds FP8 is about 1 % worse. (c) The two can't be told apart at all.
-
-# %% tags=["exercise"]
-my_letters = None  # a set, for example {"a", "c"}
-print(check("06.3", my_letters))
-
-# %% [markdown]
-# **4. Make it faster.** One image has 1,024 tokens and fifteen have 16 each (on a GPU four times as many, each eight times
-# as wide, so that it has work to do). `padded` fills all sixteen up to the longest and sends them through a network that
-# treats each token by itself; then it averages each image's tokens. Write `unpadded`: the same averages, at least twice
-# as fast.
+# **3. Pack.** `one_by_one` runs attention on 128 short examples, one after another. Write `packed`: the same outputs from one call, at
+# least twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)
-more, width = (4, 512) if on_gpu else (1, 64)
-per_token = torch.nn.Sequential(
-    torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
-).to(lab.device)
+to_qkv = torch.randn(64, 3 * 64, device=lab.device) / 8
 
 
-def padded(images):
-    """images: 16 tensors [its tokens, width] -> [16, width]"""
-    longest = max(len(tokens) for tokens in images)
-    batch = torch.stack(
-        [torch.nn.functional.pad(tokens, (0, 0, 0, longest - len(tokens))) for tokens in images]
-    )
-    seen = per_token(batch)
-    return torch.stack([seen[at, : len(tokens)].mean(0) for at, tokens in enumerate(images)])
+def attended(x, mask=None):
+    """x [n, 64] -> [n, 64]"""
+    q, k, v = (x @ to_qkv).chunk(3, dim=-1)
+    how = {"attn_mask": mask, "is_causal": mask is None}
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], **how)[0]
 
 
-def unpadded(images):
-    return padded(images)  # your code instead
+def one_by_one(examples):
+    """128 tensors [n, 64] -> one of [all tokens, 64]"""
+    return torch.cat([attended(x) for x in examples])
 
 
-def sixteen_images(seed: int) -> tuple:
+def packed(examples):
+    return one_by_one(examples)  # your code instead
+
+
+def short_examples(seed: int) -> tuple:
     torch.manual_seed(seed)
-    return (
-        [torch.randn(more * tokens, width, device=lab.device) for tokens in (1024, *[16] * 15)],
-    )
+    return ([torch.randn(2 + n % 3, 64, device=lab.device) for n in range(128)],)
 
 
-print(faster_than(4, padded, unpadded, sixteen_images, times=2))
-
+print(faster_than(3, one_by_one, packed, short_examples, times=2, tolerance=1e-3))
 
 # %% [markdown]
-# ## What you did
-# - You counted what an image costs in tokens, and found that AnyRes has no single tile.
-# - You measured methods by first step, later steps and memory, and worked out when each has made up for its slow start.
-# - You separated fixed shapes from fewer tokens, and counted recompilations with their reasons.
-# - You got rid of recompilations without fixing any shape, and of padding by packing.
-# - You compared losses against the spread of seeds.
-# - You turned a decision chart into a function, and found where a published one doesn't follow from its table.
-#
-# ## Where this comes from, and what to read on
-# - Liu et al., [LLaVA-NeXT: Improved reasoning, OCR, and world knowledge](https://llava-vl.github.io/blog/2024-01-30-llava-next/)
-#   (2024), where AnyRes was introduced; Liu et al., *Improved Baselines with Visual Instruction Tuning* (2023,
-#   [arXiv:2310.03744](https://arxiv.org/abs/2310.03744)).
-# - Ansel et al., *PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation*
-#   (ASPLOS 2024): graphs, guards, and what makes `torch.compile` start over. PyTorch's documentation on
-#   [dynamic shapes](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_dynamic_shapes.html).
-# - Chen et al., *Training Deep Nets with Sublinear Memory Cost* (2016, [arXiv:1604.06174](https://arxiv.org/abs/1604.06174)):
-#   checkpointing.
-# - Krell et al., *Efficient Sequence Packing without Cross-contamination* (2021,
-#   [arXiv:2107.02027](https://arxiv.org/abs/2107.02027)): rows of several examples.
+# **4. Answers only.** Of 512 tokens 16 have a target. `from_all` computes logits for all. Write `from_answers`: the same loss and
+# gradient, and at most a tenth of the bytes kept for the backward pass.
+
+# %% tags=["exercise"]
+head = nn.Linear(64, 2000, bias=False, device=lab.device).requires_grad_(False)
+
+
+def from_all(hidden, targets):
+    """hidden [512, 64], targets [512], -100 where there is none -> the mean loss"""
+    return F.cross_entropy(head(hidden), targets)
+
+
+def from_answers(hidden, targets):
+    return from_all(hidden, targets)  # your code instead
+
+
+def few_targets(seed: int) -> tuple:
+    torch.manual_seed(seed)
+    targets = torch.full((512,), -100, device=lab.device)
+    targets[torch.randperm(512)[:16]] = torch.randint(2000, (16,), device=lab.device)
+    return torch.randn(512, 64, device=lab.device).requires_grad_(), targets
+
+
+print(smaller_than(4, from_all, from_answers, few_targets, share=0.1, module=head))
+
+# %% [markdown]
+# ## What to read on
+# - H. Liu and others: *[LLaVA-NeXT](https://llava-vl.github.io/blog/2024-01-30-llava-next/)*, 2024, where AnyRes comes from.
+# - PyTorch: [dynamic
+#   shapes](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_dynamic_shapes.html), guards and
+#   recompilations.
+# - M. Krell and others: *[Efficient Sequence Packing without Cross-contamination](https://arxiv.org/abs/2107.02027)*, 2021.
+# - T. Chen and others: *[Training Deep Nets with Sublinear Memory Cost](https://arxiv.org/abs/1604.06174)*, 2016, on checkpointing.
+# - NVIDIA: *[Transformer Engine's documentation](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/)*.
 # - The course's [glossary](../docs/glossary.md).
+#
+# Next: lab 07, four bits.
 
 
 # %%
-def of(method: str) -> Run | None:
-    """The measured cell of a method at batch 1."""
-    return next((run for run in cells if run.ok and run.has(method=method, batch=1)), None)
-
-
-lab.done(
-    {
-        "tokens of a 500 x 500 image": counts["tokens_500x500"],
-        "QLoRA's step at batch 1, longer by": lab06_anyres.longer_by(of("bf16"), of("qlora")),
-        "break-even of torch.compile at batch 1": paid_after(of("bf16"), of("compile")),
-        "recompilations on 500 x 500 images": sum(by_step["uniform"].values()),
-        "spread of the loss over seeds": band[1] - band[0],
-        "useful tokens a second, against the plain loop": targets.get("useful_speedup"),
+def truths(runs):
+    """What takes a GPU: where two lines of memory cross, useful tokens gained, bytes held."""
+    frame = to_frame(runs.select(experiment="methods", again=False))
+    frame = frame.reindex(columns=["batch", "method", "peak_allocated_gb"]).dropna()
+    peaks = frame.pivot(index="batch", columns="method", values="peak_allocated_gb")
+    more_gb = peaks.reindex(columns=["bf16", "qlora"]).diff(axis=1)["qlora"].dropna()
+    slope, start = np.polyfit(more_gb.index, more_gb, 1) if len(more_gb) > 1 else (0, 0)
+    rungs = runs.select(experiment="ladder", again=False)
+    speed = {run.tags["rung"]: run.metric("useful_tokens_per_s") for run in rungs if run.ok}
+    by_te = runs.one(experiment="fp8 weights", layer="te, FP8 only")
+    held_by_te = by_te.metric("bytes_a_parameter_after") if by_te else None
+    return {
+        "batch from which QLoRA takes more memory": -start / slope if slope else None,
+        "useful tokens a second, against the plain loop": max(speed.values()) / speed["bf16"],
+        "bytes a parameter after training, Transformer Engine": held_by_te,
     }
-)
+
+
+here = truths(Runs([*cells.values(), *shaped.values(), *by_layer.values()]))
+here |= {
+    "tokens of a 500 x 500 image": square,
+    "useful tokens of a fixed batch": 100 * useful["fixed"],
+    "recompilations on 500 x 500 images": sum(counted["uniform"].samples["recompilations"]),
+    "compiling and fewer FLOPs": sum(
+        parts["article, 53 %"][name] for name in ("compiling", "fewer FLOPs")
+    ),
+    "spread of the loss over seeds": 100 * (base.max() / base.min() - 1),
+    "steps until fixed shapes beat fixed shapes with FP8": article_says[-1][0],
+}
+lab.done(here, truths(lab.references()))

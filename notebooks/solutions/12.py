@@ -1,26 +1,28 @@
 # %% [markdown]
 # Solutions of lab 12's exercises, in order. In the lab: lab.solution("12.1")
 
-# %% 11.1
+# %% 12.1
 print(check("12.1", "inconclusive"))
 
-# %% 11.2
+# %% 12.2
 print(check("12.2", (2, 2)))
 
-# %% 11.3
-print(
-    check_claim(
-        Claim(
-            *("B1.pin", "B1", "2.1", "statement", "Pinned memory shortens the step.", "03"),
-            judge="compare",
-            runs={"base": THREE_WORKERS, "changed": PINNED},
-            how={"direction": "less"},
-        )
-    )
-)
+
+# %% 12.3
+def the_rule(a, again, b):
+    _, least, most = effect(a, again)
+    _, low, high = effect(a, b)
+    if least < 0.97 or most > 1.03:
+        return "inconclusive"
+    if high < min(1, least):
+        return "confirmed"
+    return "refuted" if low > max(1, most) else "inconclusive"
 
 
-# %% 11.4
+print(lab12_scoreboard.check_rule(the_rule))
+
+
+# %% 12.4
 def best_step(inputs, labels):
     # Each position by itself, and as many to learn in each micro-batch: one batch of these.
     asked = labels != -100

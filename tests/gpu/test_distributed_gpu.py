@@ -4,6 +4,8 @@ rank that dies.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from labutils.labs import lab11_distributed
 from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import SIZES, Link
 from labutils.recipe import Unavailable
-from labutils.training.launch_worker import Task
+from labutils.training.launch_worker import Task, Timed
 from labutils.training.launcher import Ended, launch
 from labutils.workloads import open_workload
 
@@ -24,11 +26,11 @@ SD = lab11_distributed.SD_RECIPE.but(accumulation=2, micro_batch=4)
 QWEN = lab11_distributed.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
 
 
-def case(name: str, workload: str, recipe, **changes) -> Task:
+def case(name: str, workload: str, recipe, alone: bool = False, **changes) -> Task:
+    """Of one recipe, so that each has the GPUs' memory for itself."""
     told = open_workload(workload, "small", device="cuda").opened_as()
-    alone = changes.pop("alone", False)
-    options = {"alone": alone, "arrivals": alone, "traced": 0 if alone else 3}
-    return Task("train", name, told, recipe.but(**changes).as_dict(), steps=5, **options)
+    timed = Timed(name, "one" if alone else "all", recipe.but(**changes).as_dict())
+    return Task("train", name, told, timed=[asdict(timed)], steps=5, traced=3)
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +103,10 @@ def test_communication_is_seen_in_the_trace(name, measured):
 
 
 @pytest.mark.parametrize(("name", "share"), [("ddp", "share"), ("full ddp", "full share")])
-def test_a_step_is_foretold(name, share, measured):
-    link = Link.of(measured.runs["all-reduce"].samples, 2)
-    found, predicted = (
-        measured.runs[name].metric("step_ms"),
-        ddp_model.ddp(measured.runs[share], link).step_ms,
-    )
-    assert found == pytest.approx(predicted, rel=0.3)
+def test_no_step_is_shorter_than_predicted(name, share, measured):
+    link = Link.of(measured.runs["all-reduce"].samples)
+    least = ddp_model.ddp(measured.runs[share], link).step_ms
+    assert measured.runs[name].metric("step_ms") > 0.9 * least
 
 
 def test_nccl_s_variables_are_taken():
@@ -115,7 +114,7 @@ def test_nccl_s_variables_are_taken():
     usual, other = trials = [lab11_distributed.nccl_trial(2, each) for each in settings]
     assert usual.ok and other.ok
     assert usual.metrics["transport"] != other.metrics["transport"]
-    assert lab11_distributed.slower(trials, "NCCL_P2P_DISABLE=1") > 1
+    assert lab11_distributed.truths(trials)["64 MiB without P2P, slower by"] > 1
 
 
 @pytest.mark.parametrize(("parallel", "fail"), [("ddp", "kill"), ("fsdp", "raise")])
@@ -123,13 +122,13 @@ def test_a_rank_dies_and_the_other_s_word_is_kept(parallel, fail, tmp_path):
     told = open_workload("sd15-lora", "small", device="cuda").opened_as()
     recipe = SD.but(parallel=parallel).as_dict()
     options = {"folder": str(tmp_path), "checkpoint_every": 2}
-    failing = Task("run", "train", told, recipe, 6, fail=fail, fails=(1, 3), **options)
+    failing = Task("run", "train", told, recipe, steps=6, fail=fail, fails=(1, 3), **options)
     ended = launch([failing], 2, "cuda", 200)
     assert ended.first == 1 and ended.checkpoint_step == 2
     begin = "Rank 1 was killed by SIGKILL" if fail == "kill" else "Rank 1 failed"
     assert ended.message.startswith(f"{begin} in optimizer step 4 of *train*")
     assert {"Rank 0", "Rank 1"} <= {line[:6] for line in ended.message.splitlines()}
-    resuming = Task("run", "train", told, recipe, 6, resume=True, **options)
+    resuming = Task("run", "train", told, recipe, steps=6, resume=True, **options)
     resumed = launch([resuming], 1, "cuda", 200).or_raise()
     assert resumed.runs["train"].metrics["resumed_at"] == 2
     assert len(resumed.runs["train"].metrics["loss"]) == 4

@@ -1,4 +1,4 @@
-"""Tables, goals and predictions: numbers as people read them, and nothing where there is nothing to
+"""Tables and predictions: numbers as people read them, and nothing where there is nothing to
 say.
 """
 
@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labutils.course.goals import Goal, goal_rows
 from labutils.course.predictions import lean_in_words, scores_of, summaries
 from labutils.course.tables import as_table, columns_of
 from labutils.results.records import Run
@@ -57,21 +56,6 @@ def test_every_line_has_the_heads_columns(rows):
     lines = as_table(("a", "b", "c"), *rows).split("\n")
     assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
     assert len(lines) in (1, 2 + sum(row[1:] != (None, None) for row in rows))
-
-
-def test_goals_are_judged_at_full_on_the_references_card():
-    goals = {"rate": Goal("tokens/s", least=17_000), "graphs": Goal("graphs", most=10)}
-    goals |= {"share": Goal("share", least=0.6)}
-    rates = {"median": 16_207.4, "p10": 14_579.0, "p90": 17_587.1, "n": 12}
-    card = {"gpu": "H200"}
-    theirs = Run("07", "", scale="full", machine=card, metrics={"rate": rates, "graphs": 2})
-    tiny = Run("07", "", scale="tiny", machine=card, metrics={"share": 0.617})
-    rate, graphs, share = goal_rows(goals, tiny, theirs)
-    assert rate[3].endswith("missed, within the spread") and graphs[3] == "2, reached"
-    assert share[2:] == ("0.617", None)
-    for gpu, said in (("H200", "0.5, missed"), ("H100", "0.5")):
-        mine = Run("07", "", scale="full", machine={"gpu": gpu}, metrics={"share": 0.5})
-        assert goal_rows(goals, mine, theirs)[2][2] == said
 
 
 # Predictions

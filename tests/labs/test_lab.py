@@ -16,6 +16,7 @@ from nbclient import NotebookClient
 from labutils.course import lab as course
 from labutils.course import parameters
 from labutils.course.lab import LabError, open_lab
+from labutils.course.predictions import scores_of
 from labutils.profiling.machine import machine_facts
 from labutils.recipe import STOCK, Unavailable
 from labutils.results import records as results
@@ -213,9 +214,13 @@ def test_predictions_are_kept_and_scored(lab, capsys):
     lab.predict("best number of workers", 4)
     lab.predict("step at 0 workers", None, "ms")
     lab.predict("step at 3 workers", 100.0, "ms")
-    lab.done({"best number of workers": 2, "step at 0 workers": 3.0, "step at 3 workers": None})
-    kept = [(r["status"], r.get("measured")) for r in read_records(lab.results_dir)]
-    assert kept == [("prediction", None), ("prediction", None), ("score", 2), ("done", None)]
+    here = {"best number of workers": 2, "step at 0 workers": 3.0, "step at 3 workers": None}
+    lab.done(here, {"step at 3 workers": 50.0, "best number of workers": 3})
+    kept = read_records(lab.results_dir)
+    assert [r["status"] for r in kept] == [*2 * ["prediction"], *2 * ["score"], "done"]
+    scored = {r["topic"]: (r["measured"], r.get("on")) for r in kept if r["status"] == "score"}
+    assert scored == {"best number of workers": (2, None), "step at 3 workers": (50.0, "H200")}
+    assert sorted(scores_of(kept)["on"]) == ["", "H200"]
     said = capsys.readouterr().out
     assert "No prediction of *step at 0 workers*" in said and "2.00x" in said
     for value in ("three", True, [3], float("nan"), 10**400):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from unittest import mock
 
 import pytest
@@ -13,6 +12,7 @@ from labutils.labs import lab06_anyres
 from labutils.labs.ladders import A2_BASE
 from labutils.results.records import Run
 from labutils.training import Trainer
+from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 
 QUICK = A2_BASE.but(layers="rewritten", learning_rate=3e-3, micro_batch=2)
@@ -38,42 +38,31 @@ def varied():
 # The article's table
 
 
-def test_cells_have_tags_and_hold_their_weights_as_their_method_says(uniform):
-    cells = [lab06_anyres.cell(uniform, name, 1, steps=1) for name in ("bf16", "qlora", "nf4")]
-    assert all(run.ok for run in cells)
-    assert [run.metrics["bf16_weights_held"] for run in cells] == [1, 0, 0]
-    assert cells[1].tags == {"experiment": "methods", "method": "qlora", "batch": 1}
+def test_a_column_of_the_table_is_one_comparison_with_its_base_twice(uniform):
+    names = ("bf16", "qlora", "eager-fixed")
+    runs = lab06_anyres.compared(uniform, names, batch=2, rounds=2)
+    assert list(runs) == list(lab06_anyres.cells(names, 2)) and all(r.ok for r in runs.values())
+    assert len({run.comparison for run in runs.values()}) == 1
+    assert runs["qlora b2"].tags == {"experiment": "methods", "method": "qlora", "batch": 2}
+    assert runs["bf16 b2 again"].has(method="bf16", again=True)
+    fewer = runs["eager-fixed b2"].metric("tokens_per_s") * runs["eager-fixed b2"].metric("step_ms")
+    assert fewer < runs["bf16 b2"].metric("tokens_per_s") * runs["bf16 b2"].metric("step_ms")
 
 
-def cell(method: str, first_step_s: float, step_s: float, **more) -> Run:
-    tags = {"experiment": "methods", "method": method, "batch": 1} | more
-    metrics = {"first_step_s": first_step_s, "step_ms": 1e3 * step_s}
-    return Run("06", "", tags=tags, metrics=metrics)
-
-
-def test_cells_stand_against_bf16_of_the_same_batch_and_hour():
-    runs = [cell("bf16", 1.0, 1.0), cell("bf16", 1.0, 2.0, again=True)]
-    runs += [cell("compile", 51.0, 0.5), cell("compile-whole", 151.0, 0.5)]
-    runs += [cell("qlora", 1.0, 1.2), cell("compile", 5.0, 0.5, batch=4)]
-    table = lab06_anyres.cell_table(runs)
-    assert table["paid_after"][2] == pytest.approx(100)
-    assert table["paid_after"][3] == pytest.approx(100), "against the second BF16"
-    assert table["paid_after"][4] == math.inf
-    assert table["longer_percent"][4] == pytest.approx(20)
-    assert table["longer_percent"][[0, 5]].isna().all(), "itself, and another batch size"
-    assert list(lab06_anyres.cell_table(runs, ["qlora"])["method"]) == ["qlora"]
-
-
-# Altered models, other batches
-
-
-def test_replays_share_tokens_or_shapes_as_their_names_say(varied):
-    runs = lab06_anyres.replays(varied, QUICK.but(micro_batch=1, cache="features"), 3)
-    assert [len(run.samples["ms_per_1k_tokens"]) for run in runs.values()] == [3] * 4
-    assert len({frozenset(run.tags.items()) for run in runs.values()}) == 4
-    tokens = {name: run.metrics["tokens"] for name, run in runs.items()}
-    assert tokens["same-tokens varying"] == tokens["same-tokens any length"]
-    assert tokens["static fewer-tokens"] < tokens["same-tokens static"]
+def test_methods_stand_side_by_side_with_their_floor():
+    timed = {"step_ms": 480.4, "floor_ms": 117.0}
+    runs = [
+        Run(
+            "06",
+            "",
+            tags={"method": name, "batch": batch},
+            metrics=more | {"peak_allocated_gb": 17},
+        )
+        for name, batch, more in (("bf16", 1, timed), ("qlora", 1, timed), ("bf16", 24, {}))
+    ]
+    shown = lab06_anyres.side_by_side([*runs, Run("06", "", tags=runs[0].tags | {"again": True})])
+    assert list(shown.columns) == ["batch", "bf16", "qlora"]
+    assert list(shown["bf16"]) == ["480 ms (floor 117), 17.0 GB", "17.0 GB"]
 
 
 # The compiler
@@ -86,6 +75,7 @@ def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
     exact, why = lab06_anyres.recompilations(varied, BLOCKS, 3, dynamic=False)
     free, _ = lab06_anyres.recompilations(varied, BLOCKS, 3, dynamic=True)
     assert exact.metrics["further_image_token_counts"] > 0
+    assert settled.workload == exact.workload, "or their counts could not be compared"
     late = [sum(run.samples["recompilations"][1:]) for run in (free, exact)]
     assert late[0] == 0 < late[1]
     assert exact.metrics["recompilations"] == sum(exact.samples["recompilations"])
@@ -100,24 +90,32 @@ def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied, cap
     assert compiled.given_up and "recompile_limit" not in capfd.readouterr().err
 
 
-# The ladder
+# Any shape
+
+
+def test_one_shape_differs_from_its_rung_in_the_rows_alone():
+    recipes = lab06_anyres.shape_recipes("cuda")
+    base = recipes["blocks compiled"]
+    assert recipes["bf16 again"] == recipes["bf16"] and base.compile == "default"
+    changed = {name: set(recipes[name].changes_from(base)) for name in lab06_anyres.ONE_SHAPE}
+    assert changed["padded"] == {"shapes", "token_budget", "dynamic"}
+    assert changed["fixed"] == {"shapes", "dynamic"}
+    on_cpu = lab06_anyres.shape_recipes("cpu")
+    assert all(recipe.compile == "off" for recipe in on_cpu.values())
+    assert {"padded", "fixed", "packed", "bf16 again"} <= on_cpu.keys() < recipes.keys()
 
 
 # Seeds
 
 
-def test_losses_by_seed(uniform):
-    recipes = {"bf16": QUICK, "again": QUICK, "fp8-mixed": QUICK}
-    recipes |= {"all fp8": QUICK.but(base_linear="fp8-frozen"), "no": QUICK.but(adapter="folded")}
-    changes = {"fp8-mixed": lab06_anyres.fp8_but("o_proj")}
-    runs = lab06_anyres.losses_over_seeds(uniform, recipes, seeds=2, steps=4, changes=changes)
-    final = {run.tags["method"]: run.samples.get("final_loss") for run in runs.values()}
+def test_losses_are_paired_by_seed(uniform):
+    recipes = {"bf16": QUICK, "again": QUICK, "no": QUICK.but(adapter="folded")}
+    recipes |= {"qlora": QUICK.but(base_linear="nf4")}
+    changes = {"qlora": prepared_for_kbit}
+    runs = lab06_anyres.trained_on_seeds(uniform, recipes, 2, 4, changes)
     base = runs["loss bf16"].samples
-    assert final["again"] == base["final_loss"]
-    assert len(set(base["start_loss"])) == 1, "adapters add nothing at first"
-    assert len(set(base["final_loss"])) == 2, "each seed has its adapters and examples"
-    assert max(base["final_loss"]) < min(base["start_loss"])
-    assert final["fp8-mixed"] not in (base["final_loss"], final["all fp8"]), "o_proj is kept"
-    assert runs["loss no"].status.startswith("error: ValueError")
-    table = lab06_anyres.loss_table([run for run in runs.values() if run.ok])
-    assert list(table["method"]) == ["bf16", "again", "fp8-mixed", "all fp8"]
+    assert runs["loss again"].samples == base and len(set(base["final_loss"])) == 2
+    assert min(base["loss_drop"]) > 0
+    assert runs["loss qlora"].tags == {"experiment": "losses by seed", "method": "qlora"}
+    assert runs["loss qlora"].samples["final_loss"] != base["final_loss"]
+    assert runs["loss no"].status.startswith("error: ValueError") and not runs["loss no"].samples

@@ -182,15 +182,6 @@ def test_peaks_show_the_share_of_the_dense_peak(ax):
     assert_tidy(ax)
 
 
-def test_a_predicted_step_stands_beside_the_measured_one(ax):
-    run = timed("2 ranks", 110)
-    run.metrics["predicted_step_ms"] = 105.0
-    plots.predicted_steps(ax, {"2 ranks": run, "failed": FAILED}, {"2 ranks": 100, "failed": 100})
-    (diamond,) = [line for line in ax.lines if line.get_marker() == "D"]
-    assert list(diamond.get_xdata()) == [105] and names_of_rows(ax) == ["2 ranks"]
-    assert_tidy(ax)
-
-
 def test_a_picture_of_memory_keeps_the_peak_however_many_events(ax):
     levels = [10**9] * 5000
     levels[4321] = 7 * 10**9

@@ -17,7 +17,7 @@ from labutils.profiling.trace import Trace
 from labutils.results.records import Run
 
 MIB = 2**20
-LINK = Link(2, (1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
+LINK = Link((1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
 
 
 def test_workers_are_needed_until_they_keep_up():
@@ -39,25 +39,24 @@ def test_a_link_goes_through_its_points():
     assert [LINK.all_reduce_ms(size) for size in LINK.bytes] == pytest.approx(list(LINK.ms))
     assert LINK.all_reduce_ms(1) == pytest.approx(0.02)
     assert LINK.all_reduce_ms(2.0**30) == pytest.approx(8.0)
-    assert LINK.gather_ms(2.0**28) == pytest.approx(1.0)
 
 
-@given(st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=60), st.sampled_from([0, 1, 5, 25]))
-def test_every_gradient_is_in_one_bucket_and_a_bucket_ends_when_it_is_full(sizes, cap):
-    buckets = ddp_model.buckets(sizes, cap)
+@given(st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=60))
+def test_every_gradient_is_in_one_bucket_and_a_bucket_ends_when_it_is_full(sizes):
+    buckets = ddp_model.buckets(sizes)
     assert [place for bucket in buckets for place in bucket] == list(range(len(sizes)))
     for number, bucket in enumerate(buckets):
-        limit = (1 if number == 0 else 25) * MIB if cap == 0 else cap * MIB
+        limit = (1 if number == 0 else 25) * MIB
         assert sum(sizes[place] for place in bucket[:-1]) < limit
         if number < len(buckets) - 1:
             assert sum(sizes[place] for place in bucket) >= limit
 
 
-def simulated(lead, sizes, link, cap):
+def simulated(lead, sizes, link):
     """Time in small steps: a bucket that is complete is sent as soon as the link is free."""
     waiting = [
         (-lead[bucket[-1]], link.all_reduce_ms(sum(sizes[place] for place in bucket)))
-        for bucket in ddp_model.buckets(sizes, cap)
+        for bucket in ddp_model.buckets(sizes)
     ]
     now, dt, left = -lead[0], 0.005, 0.0
     while waiting or left > 0:
@@ -68,7 +67,6 @@ def simulated(lead, sizes, link, cap):
     return max(0.0, now)
 
 
-@pytest.mark.parametrize("cap", [0, 1, 8])
 @pytest.mark.parametrize(
     ("lead", "sizes"),
     [
@@ -78,20 +76,10 @@ def simulated(lead, sizes, link, cap):
         ([0], [64]),
     ],
 )
-def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes, cap):
+def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes):
     one = alone([float(ms) for ms in lead], sizes)
-    step = ddp_model.ddp(one, LINK, cap)
-    assert step.exposed_ms == pytest.approx(simulated(lead, sizes, LINK, cap), abs=0.05)
-    assert step.efficiency == pytest.approx(100 / (100 + step.exposed_ms))
-    four = ddp_model.ddp(one, LINK, cap, each=4)
-    assert four.exposed_ms == pytest.approx(4 * step.exposed_ms)
-
-
-def test_fsdp_hides_what_fits_beside_the_computation():
-    few = ddp_model.fsdp(alone([0.0], [1], gathered_mb=100.0, gradient_mb=1.0, units=10), LINK)
-    many = ddp_model.fsdp(alone([0.0], [1], gathered_mb=40_000.0, gradient_mb=1.0, units=10), LINK)
-    assert few.exposed_ms == pytest.approx(LINK.gather_ms(10e6))  # nothing but the first unit
-    assert many.exposed_ms > many.communication_ms - 100
+    step = ddp_model.ddp(one, LINK)
+    assert step.exposed_ms == pytest.approx(simulated(lead, sizes, LINK), abs=0.05)
 
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -59,7 +59,7 @@ def test_the_report_says_the_same(pages, copy, capsys):
     ("lab", "table", "tags"),
     [
         ("09", lab09_toggles.switch_table, {"experiment": "toggles"}),
-        ("11", lab11_distributed.comparisons, {"experiment": "training"}),
+        ("11", lab11_distributed.against_prediction, {"experiment": ("training", "all-reduce")}),
     ],
 )
 def test_tables_of_labs_say_the_same(pages, lab, table, tags):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from recipes_at_work import one_thread
 from labutils.recipe import Unavailable
 from labutils.training import Trainer, distributed, launcher
 from labutils.training.checkpoint import FILE
-from labutils.training.launch_worker import RankStatus, Task
+from labutils.training.launch_worker import RankStatus, Task, Timed
 from labutils.training.launcher import Ended, launch
 from labutils.workloads import open_workload
 
@@ -50,7 +51,7 @@ def train_until(fail: str, step: int, folder: Path, resume: bool = False, **chan
     workload = open_workload("sd15-lora", "tiny", device="cpu").opened_as()
     recipe = DYING.but(**changes).as_dict()
     options = {"folder": str(folder), "checkpoint_every": 2, "fail": fail, "fails": (1, step)}
-    task = Task("run", "train", workload, recipe, STEPS, resume=resume, **options)
+    task = Task("run", "train", workload, recipe, steps=STEPS, resume=resume, **options)
     return launch([task], 2, "cpu", 200)
 
 
@@ -106,19 +107,24 @@ def test_one_process_goes_on_where_the_ranks_broke_off(raised, checkpoints, undi
 def test_what_is_measured_comes_back_run_by_run():
     workload = open_workload("sd15-lora", "tiny", device="cpu").opened_as()
     told = []
-    alone = SD.but(accumulation=1)
+    alone = SD.but(accumulation=1).as_dict()
+    timed = [Timed("one", "one", alone), Timed("apart", "each", alone)]
+    timed += [Timed("two", "all", SD.as_dict(), {"ranks": 2})]
+    options = {"timed": [asdict(each) for each in timed], "steps": 1, "warmup": 0, "traced": 1}
     tasks = [
         Task("all-reduce", "link", sizes=(1024, 4096)),
-        Task("train", "one", workload, alone.as_dict(), 2, 0, alone=True, arrivals=True),
-        Task("train", "two", workload, SD.as_dict(), 2, 0, traced=1, tags={"ranks": 2}),
-        Task("run", "whole", workload, SD.as_dict(), 1, alone=True),
+        Task("train", "in turns", workload, **options),
+        Task("run", "whole", workload, SD.as_dict(), steps=1, alone=True),
     ]
     ended = launch(tasks, 2, "cpu", 200, each=told.append).or_raise()
-    assert [run.run for run in told] == list(ended.runs) == ["link", "one", "two", "whole"]
+    names = ["link", "one", "apart", "two", "one again", "whole"]
+    assert [run.run for run in told] == list(ended.runs) == names
     assert len(ended.runs["link"].samples["all_reduce_ms"]) == 2
-    one, two = ended.runs["one"], ended.runs["two"]
-    assert one.metrics["ranks"] == 1 and two.metrics["ranks"] == 2
-    assert two.tags == {"ranks": 2} and one.samples["lead_ms"][-1] == 0
+    one, apart, two, again = (ended.runs[name] for name in names[1:5])
+    assert one.metrics["ranks"] == apart.metrics["ranks"] == 1 and two.metrics["ranks"] == 2
+    assert two.tags == {"ranks": 2} and again.tags == {"again": True}
+    assert one.samples["lead_ms"][-1] == 0 and one.comparison == two.comparison
+    assert set(two.samples["round"]) == set(apart.samples["round"]) == {0, 1}
     assert 0 <= two.metrics["communication_share"] <= 1
     assert ended.first is None
 

@@ -7,7 +7,7 @@ in lightness and hatch as well. matplotlib is imported where it is used, so that
 package stays cheap.
 """
 
-from labutils.course.plots.hardware import peaks, predicted_steps, roofline
+from labutils.course.plots.hardware import peaks, roofline
 from labutils.course.plots.layout import use_style
 from labutils.course.plots.memory import stacked_memory
 from labutils.course.plots.palette import (

@@ -7,7 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import AMBER, INK, MIST, NAVY, PAPER, RUST
+from labutils.course.plots.palette import AMBER, INK, NAVY, PAPER, RUST
 from labutils.course.tables import cell
 from labutils.profiling.gpu_specs import DTYPES, Spec
 from labutils.results.records import Run, summarise
@@ -107,33 +107,3 @@ def _name(ax: Axes, points: Mapping[str, tuple[float, float]]) -> None:
         taken.append(box)
         for text in tried[:-1]:
             text.remove()
-
-
-def predicted_steps(ax: Axes, runs: Mapping[str, Run], alone: Mapping[str, float]) -> Axes:
-    """One row a run: the measured step as a bar with p10-p90, the predicted one as a diamond.
-
-    Runs need `predicted_step_ms`; `alone` has one process's step (ms) by run's name. Steps are
-    shown in % of that.
-    """
-    spreads = {name: layout.spread(run, "step_ms") for name, run in runs.items() if name in alone}
-    spreads = {name: spread for name, spread in spreads.items() if spread}
-    layout.make_room(ax, len(spreads), per_row=0.42)
-    farthest = 100.0
-    for row, (name, spread) in enumerate(spreads.items()):
-        low, median, high = (100 * value / alone[name] for value in spread)
-        predicted = 100 * (runs[name].metric("predicted_step_ms") or 0) / alone[name]
-        look = {"color": MIST, "edgecolor": INK, "linewidth": 0.8, "label": "measured, p10-p90"}
-        ax.barh(row, median, 0.6, zorder=2, **look)
-        ax.hlines(row, low, high, color=NAVY, linewidth=2, zorder=3)
-        if predicted:
-            look = {"color": RUST, "markersize": 7, "markeredgecolor": PAPER, "label": "predicted"}
-            ax.plot(predicted, row, "D", zorder=4, **look)
-        layout.number(ax, f"{cell(spread[1])} ms", max(high, predicted), row, dots=9)
-        farthest = max(farthest, high, predicted)
-    look = {"color": INK, "linestyle": "--", "linewidth": 1.2}
-    ax.axvline(100, label="one process, a rank's share", zorder=3, **look)
-    layout.rows(ax, list(spreads))
-    ax.set_xlim(0, 1.2 * farthest)
-    ax.set_xlabel("optimizer step, % of one process's")
-    layout.legend(ax, columns=3)
-    return ax
