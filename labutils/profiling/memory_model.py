@@ -2,8 +2,7 @@
 passes keep for backward ones.
 
 `planned` counts the first three from shapes alone and `saved_for_backward` the fourth. Both work on
-the meta device too, where a model of any size has shapes and takes no memory. `BatchLine` is memory
-as a line over the batch.
+the meta device too, where a model of any size has shapes and takes no memory.
 
 Not counted: what lives only inside one pass (the gradients of activations, workspaces of the
 kernels), so that the allocator's peak lies above their sum.
@@ -11,12 +10,10 @@ kernels), so that the allocator's peak lies above their sum.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,25 +48,6 @@ def planned(module: nn.Module, activations: int = 0) -> TrainingMemory:
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     weights = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     return TrainingMemory(weights, trained, 2 * trained, activations)
-
-
-class BatchLine(NamedTuple):
-    """GB of a training step over its batch: `base` at any batch, and `each` for an example."""
-
-    base: float
-    each: float
-
-    @classmethod
-    def through(cls, points: Mapping[int, float]) -> BatchLine:
-        """The line of least squares through batch -> GB. Raises `ValueError` for less than two."""
-        if len(points) < 2:
-            raise ValueError(f"A line needs two batch sizes or more; there is {len(points)}.")
-        each, base = np.polyfit(list(points), list(points.values()), 1)
-        return cls(float(base), float(each))
-
-    def largest(self, room: float) -> int:
-        """The largest batch that fits into `room` GB; 0: not even one."""
-        return max(0, math.floor((room - self.base) / self.each))
 
 
 def saved_for_backward(

@@ -14,10 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from labutils.labs import lab07_qlora
 from labutils.labs.lab07_qlora import METHODS, QLORA, RUNGS, UNSLOTH
-from labutils.labs.ladders import A3_BASE
 from labutils.results.records import REFERENCE, read_runs
-from labutils.training import Trainer
-from labutils.training.memory_log import runs_out_of_memory
 from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.decoder_workload import TARGETS
@@ -117,16 +114,3 @@ def test_the_rung_that_is_held_against_unsloth_has_its_rows_and_weights():
     for knob in ("shapes", "token_budget", "micro_batch", "rank", "predict", "optimizer"):
         assert getattr(ours, knob) == getattr(theirs, knob), knob
     assert (ours.base_linear, ours.checkpointing) == ("nf4-frozen", "blocks")
-
-
-def test_a_step_that_runs_out_of_memory_leaves_no_gradients(texts):
-    def too_large():
-        trainer.parameters[0].grad = torch.ones_like(trainer.parameters[0])
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with Trainer(texts["short"], A3_BASE) as trainer:
-        assert runs_out_of_memory(trainer, too_large)
-        assert all(parameter.grad is None for parameter in trainer.parameters)
-        assert not runs_out_of_memory(trainer, trainer.step)
-        with pytest.raises(ZeroDivisionError):
-            runs_out_of_memory(trainer, lambda: 1 / 0)

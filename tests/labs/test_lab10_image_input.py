@@ -32,7 +32,6 @@ def test_a_form_is_trained_from_in_every_round(pictures):
     recipe = Recipe(driver="eager", logging="ring-buffer", micro_batch=1, accumulation=1)
     ways = {"plain": ("JPEG", recipe), "held": (HELD, recipe)}
     runs = image_input.trained_from(pictures, ways, steps=1, rounds=2)
-    tags = {"experiment": "image input", "format": "resized", "in_memory": True}
-    assert runs["held"].tags == tags and runs["plain again"].tags["again"]
+    assert runs["held"].tags["in_memory"] and runs["plain again"].tags["again"]
     for run in runs.values():
         assert run.ok and set(run.samples["round"]) == {0, 1}

@@ -12,7 +12,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from labutils.layers.lora import LoRALinear, attach_lora
 from labutils.profiling.memory_model import (
-    BatchLine,
     bytes_of,
     planned,
     saved_for_backward,
@@ -88,11 +87,3 @@ def test_looking_at_what_is_kept_keeps_nothing():
     weight = look()
     gc.collect()
     assert weight() is None
-
-
-def test_the_largest_batch_lies_on_the_line():
-    line = BatchLine.through({batch: 20 + 5 * batch for batch in (1, 3, 8)})
-    assert (line.base, line.each) == pytest.approx((20, 5))
-    assert [line.largest(room) for room in (19, 24.9, 45.1)] == [0, 0, 5]
-    with pytest.raises(ValueError, match="two batch sizes"):
-        BatchLine.through({4: 3.0})
