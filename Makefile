@@ -56,6 +56,7 @@ venv:
 
 $(STAMP): requirements.txt constraints.txt pyproject.toml
 	@echo "Installing PyTorch and what else the course takes into $(VENV): some minutes. In full: $(VENV)/install.log"
+	@$(PIP) --upgrade pip > /dev/null 2>&1 || true  # an old one takes much longer to find out which versions fit
 	@{ $(PIP) --no-compile -r requirements.txt 2>&1; echo "pip ended with $$?"; } | $(SHORTLY)
 	@# On all cores, where pip takes one; without what the course hardly touches. Templates don't compile: || true
 	@$(BIN)/python -m compileall -qq -j 0 -x $(SELDOM) $(VENV)/lib || true

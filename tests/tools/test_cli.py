@@ -53,6 +53,7 @@ def test_what_a_command_refuses_is_one_message_and_2(tmp_path, capsys):
 
 
 def test_ctrl_c_is_130_without_a_traceback(monkeypatch, capsys):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     monkeypatch.setattr(doctor, "main", lambda json: signal.raise_signal(signal.SIGINT))
     assert cli.main(["doctor"]) == 130
     assert "Traceback" not in capsys.readouterr().err

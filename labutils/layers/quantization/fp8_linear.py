@@ -100,6 +100,7 @@ class FrozenFP8Linear(FrozenLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
+        torch.compiler.allow_in_graph(_frozen_product)  # not on import: it loads the compiler
         # As one row after the other: the forward product takes no other order, and a transposed
         # weight would keep its.
         values, inverse = quantise_rows(weight.detach().float().contiguous())
@@ -165,7 +166,6 @@ class _FrozenProduct(torch.autograd.Function):
         return scaled_product(scaled, transposed, ones, ctx.product, dy.dtype), None, None, None
 
 
-@torch.compiler.allow_in_graph
 def _frozen_product(x: Tensor, weight: Tensor, scale: Tensor, product: str) -> Tensor:
     """The function above, which the compiler's front end passes on as it is and only its back end
     takes apart: taken apart by the front end, several such layers in one block of any length make

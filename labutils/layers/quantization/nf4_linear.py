@@ -88,6 +88,7 @@ class FrozenNF4Linear(FrozenLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
+        torch.compiler.allow_in_graph(_unpacked_product)
         nf4 = quantise_nf4(weight)
         doubled = double_quantise(nf4.absmax)
         self.weight = nn.Parameter(nf4.packed.view(self.out_features, -1), requires_grad=False)
@@ -119,6 +120,7 @@ class FrozenNF4FP8Linear(FrozenNF4Linear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
+        torch.compiler.allow_in_graph(_unpacked_fp8_product)
         self.register_buffer("row_scale", quantise_rows(self.restored())[1])
 
     def place(self, device: torch.device) -> None:
@@ -148,7 +150,6 @@ class _UnpackedProduct(torch.autograd.Function):
         return dy @ weight.to(dy.dtype), *(None,) * 5
 
 
-@torch.compiler.allow_in_graph
 def _unpacked_product(x: Tensor, *packed: Any) -> Tensor:
     """The function above, passed on by the compiler's front end as it is and taken apart by its
     back end: taken apart by the front end (PyTorch 2.11), its product would no longer be known as
@@ -180,7 +181,6 @@ class _UnpackedFP8Product(torch.autograd.Function):
         return scaled_product(scaled, transposed, ones, ctx.kind, dy.dtype), *(None,) * 7
 
 
-@torch.compiler.allow_in_graph
 def _unpacked_fp8_product(x: Tensor, row_scale: Tensor, kind: str, *packed: Any) -> Tensor:
     """The function above, passed on by the compiler's front end as it is and taken apart by its
     back end: the front end (PyTorch 2.13) fails on several such layers in one block of any length.

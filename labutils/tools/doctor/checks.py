@@ -216,18 +216,21 @@ def check_environment() -> Iterator[Finding]:
 
 def examine() -> list[Finding]:
     """Every check of this machine, in the order of the table: some 20 s. Raises nothing."""
-    imports = list(try_imports((*CORE, *WITHOUT_GPU)))  # in one process: they build on each other
-    torch = imports[0]
-    if torch.facts.get("available"):
-        with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:
+        # These two run programs of their own: beside the imports, which take longer.
+        versions = pool.submit(list, check_versions())
+        compiler = pool.submit(list, check_compiler())
+        imports = list(try_imports((*CORE, *WITHOUT_GPU)))  # in one process: they share much
+        torch = imports[0]
+        if torch.facts.get("available"):
             imports += pool.map(try_import, [name for name in EXTRAS if name not in WITHOUT_GPU])
     shm, cache = Path("/dev/shm"), Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils")
     checks = (
-        check_versions,
+        versions.result,
         partial(check_gpu, torch),
         partial(check_architectures, torch),
         partial(check_libraries, imports),
-        check_compiler,
+        compiler.result,
         lambda: check_host(machine.usable_cores(), machine.ram_gb()),
         lambda: check_shared_memory(shutil.disk_usage(shm).free / 1e9 if shm.is_dir() else None),
         lambda: check_disk(cache.expanduser()),
