@@ -26,4 +26,4 @@ def test_a_learners_script_runs_and_checks_itself(script: Path, tmp_path: Path):
         timeout=120,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -61,6 +61,7 @@ def on_each_rank():
     assert message.eq(RANKS).all()
     gb_per_s = 2 * (RANKS - 1) / RANKS * message.nbytes / seconds / 1e9
     print(f"rank {dist.get_rank()}: DDP and FSDP train as one process; {gb_per_s:.2g} GB/s")
+    dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 
