@@ -22,7 +22,7 @@ from labutils.recipe import Recipe
 from labutils.results.records import Run, to_frame
 from labutils.training import Benchmark, Trainer
 from labutils.training.benchmark import empty_run
-from labutils.training.memory_log import make_room
+from labutils.training.free_memory import make_room
 from labutils.training.model_edits import prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload

@@ -188,7 +188,7 @@ def recorded(
 
     Without a GPU a tensor record stands in for the allocator's, and its peak for the counter. The
     recipe's driver is replaced by the plain loop, whose phases can be told apart. On a GPU whatever
-    else the process holds counts as temporaries: `training.memory_log.make_room` lets go of it.
+    else the process holds counts as temporaries: `training.free_memory.make_room` lets go of it.
     """
     on_gpu = workload.device.type == "cuda"
     recipe = recipe.but(driver="eager", logging="ring-buffer")

@@ -235,12 +235,6 @@ def adapter_state(module: nn.Module, name: str = "default") -> dict[str, Tensor]
     return state
 
 
-def lora_parameters(d: int, k: int, r: int) -> int:
-    """Trainable parameters of a rank-r update of a d x k matrix: B has d r, A has r k. The matrix
-    itself has d k."""
-    return (d + k) * r
-
-
 def count_parameters(module: nn.Module) -> int:
     """All parameters of the model; a model on the meta device, which has shapes and no memory,
     counts the same."""

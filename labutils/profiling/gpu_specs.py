@@ -43,15 +43,6 @@ class Spec:
     sparse: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
-    @property
-    def capacity_gb(self) -> float:
-        """10^9 bytes that a program finds on it, to about a hundredth.
-
-        What vendors print as GB are 2^30 bytes, of which the driver keeps about one in a hundred:
-        an H100 of "80 GB" has 85 x 10^9 bytes, an RTX PRO 6000 of "96 GB" 102.
-        """
-        return 0.99 * self.memory_gb * 2**30 / 1e9
-
     def ridge(self, dtype: str = "bf16") -> float | None:
         """FLOP per byte above which the data sheet's dense peak, and not its bandwidth, is the
         limit.

@@ -137,17 +137,6 @@ def break_even(extra: float, saved: float) -> float:
     return extra / saved if saved > 0 else math.inf
 
 
-def paid_after(base: Run | None, changed: Run | None) -> float | None:
-    """Steps after which `changed` has caught up with `base`, both first steps counted in: infinite
-    where its steps are no shorter, None where either has no times."""
-    names = ("first_step_s", "step_ms")
-    times = [run.metric(name) if run else None for run in (base, changed) for name in names]
-    if None in times:
-        return None
-    first_s, step_ms, other_first_s, other_step_ms = times
-    return max(0.0, break_even(1e3 * (other_first_s - first_s), step_ms - other_step_ms))
-
-
 def interval(run: Run, metric: str) -> tuple[float, float, float]:
     """A metric's median and its interval. A time without samples is sure to `STEADY` only."""
     samples = _samples(run, metric)

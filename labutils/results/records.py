@@ -241,16 +241,6 @@ def summarise(samples: Sequence[float]) -> dict[str, float]:
     return {"median": median, "p10": p10, "p90": p90, "n": len(samples)}
 
 
-def step_by_step(one: Run, other: Run) -> list[tuple[float, float]]:
-    """The milliseconds of both runs' steps, of those that both took on the same tokens; [] where
-    they share none, or steps don't differ in what they take in. Times of one `Benchmark` that has
-    `same_batches` stand in the same order."""
-    series = ("step_ms", "useful_tokens")
-    times, taken = ([run.samples.get(key, []) for run in (one, other)] for key in series)
-    pairs = zip(*times, *taken, strict=False)
-    return [(ms, other_ms) for ms, other_ms, tokens, others in pairs if tokens == others]
-
-
 # ---------------------------------------------------------------------------------------- writing
 
 

@@ -30,7 +30,7 @@ from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark, child_process
 from labutils.training.benchmark import Benchmark, empty_run
 from labutils.training.child_process import Child
-from labutils.training.memory_log import make_room
+from labutils.training.free_memory import make_room
 from labutils.training.model_edits import with_costs, with_epoch_rate
 from labutils.workloads.base import open_workload
 from labutils.workloads.causal_lm import LanguageLora

@@ -68,7 +68,7 @@ from labutils.labs.lab09_toggles import SWITCHES, switch_table
 from labutils.profiling.machine import usable_cores
 from labutils.profiling.memory import TensorRecord
 from labutils.profiling.memory_model import saved_for_backward
-from labutils.training.memory_log import make_room
+from labutils.training.free_memory import make_room
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
 

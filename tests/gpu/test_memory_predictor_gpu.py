@@ -10,7 +10,7 @@ import torch
 from labutils.labs import lab09_peak_memory
 from labutils.profiling.machine import machine_facts, scale_for
 from labutils.profiling.memory import KINDS, AllocatorRecord, rounded
-from labutils.training.memory_log import make_room
+from labutils.training.free_memory import make_room
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
