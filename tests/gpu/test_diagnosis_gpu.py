@@ -72,6 +72,7 @@ def test_a_tuned_loop_raises_no_alarm():
     assert [(fix.name, fix.gain) for fix in diagnosed(TUNED).fixes if fix.gain > 0.15] == []
 
 
+@pytest.mark.timeout(420)  # beside a slow host a stock step takes 1.5 s
 @pytest.mark.parametrize(
     ("name", "start", "only"),
     [
