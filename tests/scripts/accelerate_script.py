@@ -1,15 +1,26 @@
 """A loop with Hugging Face's accelerate over pictures that are read as they are needed.
 
+It imports in the order of diffusers' public train_text_to_image_lora.py, PyTorch after all others.
+
 accelerate launch accelerate_script.py --cpu
 """
 
 import argparse
 import time
 
-import torch
+# isort: off
+import datasets
 from accelerate import Accelerator
+from accelerate.logging import get_logger
+import transformers
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+
+logger = get_logger(__name__)
+datasets.utils.logging.set_verbosity_error()
+transformers.utils.logging.set_verbosity_error()
 
 
 class Pictures(Dataset):

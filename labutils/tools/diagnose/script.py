@@ -2,7 +2,7 @@
 
 The hooks travel by the environment: `script_hooks` is put before PYTHONPATH, where Python finds
 `sitecustomize` when it starts. So they reach the script also through `torchrun`, `accelerate
-launch` or a shell script that starts Python in the end.
+launch` or a shell script that starts Python in the end. A notebook's cells run as a script.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,11 @@ from labutils.tools.diagnose.evidence import Evidence
 from labutils.tools.diagnose.sources import of_record, short
 
 HOOKS = Path(__file__).parent / "script_hooks"
+RUN_NOTEBOOK = HOOKS / "labutils_script_hooks" / "run_notebook.py"
+SAY_AFTER_S = 60.0
+"""A script that took no step after this time is said to have taken none, and why that may be."""
+STOPPED = 130
+"""Exit code of a script that was stopped by Ctrl-C."""
 END_WITHIN_S = 15.0
 """How long a script may go on once its steps are measured: a parent process may wait for the one
 that trained, and that has ended."""
@@ -136,32 +142,45 @@ def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
 def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
     """Its exit code; 0 where it was ended because its steps had been measured."""
     try:
-        process = subprocess.Popen(command, env=environment_for(settings))
-    except FileNotFoundError:
+        process = subprocess.Popen(_with_notebook(command), env=environment_for(settings))
+    except OSError as error:
+        found = f"can't be run as a program: {error.strerror}" if Path(command[0]).exists() else ""
         raise NoDiagnosis(
-            f"There is no command {command[0]!r} here. Type the script as you would run it, after "
-            "two dashes: labutils diagnose -- python train.py",
+            f"{command[0]} {found or 'is no command here'}. Type the script as you would run it, "
+            "after two dashes; a Python script is run by Python: labutils diagnose -- python "
+            + (shlex.join(command) if command[0].endswith(".py") else "train.py"),
             usage=True,
         ) from None
-    except PermissionError:
-        raise NoDiagnosis(
-            f"{command[0]} can't be run as a program. A Python script is run by Python: "
-            f"labutils diagnose -- python {' '.join(command)}",
-            usage=True,
-        ) from None
+    say_at = time.monotonic() + SAY_AFTER_S
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(0.5)
             measured = [] if settings["keep_going"] else _files(working, "record")
             if measured and time.time() - _age(measured[0]) > END_WITHIN_S:
-                _end(process)
                 return 0
+            if time.monotonic() > say_at:
+                say_at = float("inf")
+                if why := _unseen([_read(path) for path in _files(working, "process")]):
+                    words = f"no step yet after {SAY_AFTER_S:.0f} s: {why} Ctrl-C ends it."
+                    print(f"labutils diagnose: {words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # the script got it as well; what was measured counts
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(END_WITHIN_S)
+        return STOPPED
+    finally:
         _end(process)
-        return 130
+
+
+def _with_notebook(command: Sequence[str]) -> list[str]:
+    """`train.ipynb` and `python train.ipynb` run the notebook's cells."""
+    words = list(command)
+    if words[0].endswith(".ipynb"):
+        words.insert(0, "python")
+    notebooks = [at for at, word in enumerate(words) if word.endswith(".ipynb")]
+    if notebooks and Path(words[0]).name.startswith("python"):
+        words.insert(notebooks[0], str(RUN_NOTEBOOK))
+    return words
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -188,32 +207,43 @@ def _why(
     ended = f"ended with exit code {exit_code}"
     if exit_code < 0:
         ended = f"was killed (signal {-exit_code})"
-    if error := next((note["error"] for note in notes if "error" in note), None):
-        return f"The script {ended}, and could not be profiled: {error}."
-    if exit_code != 0:
+    if exit_code == STOPPED:
+        ended = "was stopped"
+    if exit_code not in (0, STOPPED) and not any("error" in note for note in notes):
         failed = [note for note in notes if "failed" in note]
         error = "What it said of itself is above."
         if failed:  # the last one: a launcher starts before it
             error = f"Its last error: {failed[-1]['failed']} ({short(failed[-1]['failed_at'])})."
         cure = f"Cure that first, by running it alone: {shlex.join(command)}"
         return f"The script failed: it {ended} before its steps were profiled. {error} {cure}"
+    if why := _unseen(notes):
+        return f"The script {ended}: {why}"
+    longest = max(notes, key=lambda note: note.get("steps", 0))
+    least = Stages(1, 3, 1).needed(longest["on_gpu"])
+    timed = longest.get("step_ms")
+    took = f" A step took {statistics.median(timed):.4g} ms." if timed else ""
+    return (
+        f"The script {ended} after {longest['steps']} optimizer steps, and "
+        f"{stages.needed(longest['on_gpu'])} are needed.{took} Let it take more, or give "
+        f"--warmup 1 --timed 3 --steps 1, which needs {least}."
+    )
+
+
+def _unseen(notes: Sequence[Mapping[str, Any]]) -> str:
+    """Why no step of the script's is seen, and what to do; "" where one was."""
+    if error := next((note["error"] for note in notes if "error" in note), None):
+        return f"it could not be profiled: {error}."
     if not notes:
         return (
-            f"The script {ended}, and no Python process was seen in it, or one that ignores its "
-            "environment (python -I, -E or -S). Type the command that starts the training."
+            "no Python process was seen in it, or one that ignores its environment (python -I, -E "
+            "or -S, sudo, a container). Type the command that starts the training, where it runs."
         )
     if not any(note.get("torch") for note in notes):
-        return f"The script {ended}, and never imported PyTorch: there is nothing to diagnose."
-    longest = max(notes, key=lambda note: note.get("steps", 0))
-    steps, on_gpu = longest.get("steps", 0), longest.get("on_gpu", False)
-    if not steps:
+        return "it never imported PyTorch. Type the command that starts the training."
+    if not any(note.get("steps") for note in notes):
         return (
-            f"The script {ended}, and no optimizer of PyTorch's took a step in it. Does it train? "
-            "A step that is replayed from a CUDA graph as a whole isn't seen: diagnose the loop "
-            "before it was captured."
+            "PyTorch was imported, and no optimizer took a step. Does it train? A step that is "
+            "replayed from a CUDA graph as a whole isn't seen, nor is one without backward(): "
+            "diagnose the loop before it was captured or compiled as a whole."
         )
-    least = Stages(1, 3, 1).needed(on_gpu)
-    return (
-        f"The script {ended} after {steps} optimizer steps, and {stages.needed(on_gpu)} are "
-        f"needed. Let it take more, or give --warmup 1 --timed 3 --steps 1, which needs {least}."
-    )
+    return ""

@@ -11,9 +11,9 @@ from importlib.util import module_from_spec
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 if os.environ.get("LABUTILS_DIAGNOSE"):
-    from labutils_script_hooks import torch_import
+    from labutils_script_hooks import watch
 
-    torch_import.prepare(os.environ["LABUTILS_DIAGNOSE"])
+    watch.prepare(os.environ["LABUTILS_DIAGNOSE"])
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _FOLDER]
 _other = PathFinder.find_spec("sitecustomize", sys.path)
 if _other is not None and _other.loader is not None and _other.origin != __file__:

@@ -1,11 +1,12 @@
 """A small file about each Python process that the hooks reached.
 
-`labutils diagnose` explains with it an end without a record.
+`labutils diagnose` explains with it why nothing is seen yet, and an end without a record.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
@@ -19,7 +20,7 @@ class ProcessNote:
     """One process: whether it imported PyTorch, its steps, its error."""
 
     def __init__(self, folder: str) -> None:
-        self.folder, self.pid = folder, os.getpid()
+        self.folder = folder
         self.facts: dict[str, Any] = {}
         self.write()
         atexit.register(self._write_the_end)
@@ -29,16 +30,11 @@ class ProcessNote:
         self.facts |= facts
 
     def write(self, **facts: Any) -> None:
-        """Add facts and write all of them. A process that was forked stays silent."""
+        """Add facts and write all of them. A process may outlive the diagnosis and its folder."""
         self.add(**facts)
-        if os.getpid() == self.pid:
-            path = os.path.join(self.folder, f"process-{self.pid}.json")
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(self.facts, file, default=str)
-
-    def continue_in_child(self) -> None:
-        """A forked process trains by itself: the note is its own from here on."""
-        self.pid = os.getpid()
+        path = os.path.join(self.folder, f"process-{os.getpid()}.json")
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            json.dump(self.facts, file, default=str)
 
     def _write_the_end(self) -> None:
         """The error that ended the script, and the script's own line that raised it.

@@ -8,16 +8,16 @@
     PROFILED      torch.profiler, without Python stacks
     DONE          the record is written, and the script ended, unless it may keep going
 
-A step is what lies between two calls of the leading optimizer's `step`. Backward passes in between
-tell how many micro-batches a step takes. Stages are counted in steps and not in time, so that all
-ranks of a run over several GPUs end at the same step.
+A step is what lies between two calls of the leading optimizer's `step`. Where no optimizer is
+PyTorch's, it begins with the first backward pass after a parameter or its gradient was changed.
+Backward passes in between tell how many micro-batches a step takes. Stages are counted in steps and
+not in time, so that all ranks of a run over several GPUs end at the same step.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import os
 import sys
@@ -27,10 +27,9 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from enum import Enum
-from types import ModuleType
 from typing import Any
 
-from labutils_script_hooks import calls, facts
+from labutils_script_hooks import calls, compat, facts
 from labutils_script_hooks.process_note import ProcessNote
 
 Stage = Enum("Stage", "SKIPPED TIMED FROM_IDLE WATCHED WARMING PROFILED DONE")
@@ -52,9 +51,9 @@ class Watch:
         self.stage = Stage.SKIPPED
         self.steps = 0
         self.leader: Callable[[], Any] = lambda: None  # weak: the optimizer is the script's
+        self.own_updates = compat.OwnUpdates()
         self.on_gpu = False
         self.marks: list[Any] = []
-        self.step_ms: list[float] = []
         self.idle_from = 0.0
         self.from_idle_ms: list[float] = []
         self.now: Counter[str] = Counter()
@@ -76,23 +75,23 @@ class Watch:
         """Hook optimizer steps, backward passes and DataLoaders of the PyTorch just imported."""
         import torch
         import torch.profiler
-        import torch.utils.data.dataloader as dataloader
         from torch.optim import optimizer
 
         self.torch = torch
+        compat.keep_from_compiler()
+        compat.around(torch.autograd, "backward", self._backward)
+        compat.around_batches(self._new_epoch, self._next_batch)
+        compat.around_profilers(self._profiler_begins)
+        optimizer.register_optimizer_step_pre_hook(self._before_update)
         optimizer.register_optimizer_step_post_hook(self._after_update)
         atexit.register(self._stop)
         os.register_at_fork(after_in_child=self._after_fork)
-        _around(torch.autograd, "backward", self._backward)
-        _around(dataloader._BaseDataLoaderIter, "__next__", self._next_batch)
-        _around(dataloader.DataLoader, "__iter__", self._new_epoch)
-        # No part of PyTorch's interface: without it a script's own profiler isn't noticed.
-        if hasattr(torch.autograd.profiler.profile, "_prepare_trace"):
-            _around(torch.autograd.profiler.profile, "_prepare_trace", self._profiler_begins)
 
     def _stop(self) -> None:
         """A running profiler, or calls still watched, would break Python's own end."""
         self.calls.pause()
+        with contextlib.suppress(RuntimeError):  # a GPU that failed, or a forked process
+            self.note.add(step_ms=self._step_ms())
         if self.profiler is not None:
             self.profiler.on_trace_ready = None  # what there is of a trace explains nothing
             self.profiler.stop()
@@ -100,12 +99,10 @@ class Watch:
 
     def _after_fork(self) -> None:
         """A forked process watches by itself, unless its parent trains already."""
-        if self.steps == 0:
-            self.note.continue_in_child()
-            return
-        self.calls.pause()
-        self.profiler = None
-        self.stage, self.given = Stage.DONE, self.given | {"keep_going": True}
+        if self.steps:
+            self.calls.pause()
+            self.profiler = None
+            self.stage, self.given = Stage.DONE, self.given | {"keep_going": True}
 
     def _profiler_begins(self, original: Callable[..., Any], profile: Any) -> Any:
         """A process has one profiler: where the script starts its own, ours gives way."""
@@ -119,6 +116,8 @@ class Watch:
     def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.inside_backward:  # an activation checkpoint, which has a backward pass inside
             return original(*args, **kwargs)
+        if not self._pytorch_leads() and (updated := self.own_updates.updated()) is not None:
+            self._after_update(updated)
         self.now["backwards"] += 1
         self.inside_backward = True
         try:
@@ -126,6 +125,8 @@ class Watch:
                 return original(*args, **kwargs)
         finally:
             self.inside_backward = False
+            if not self._pytorch_leads():
+                self.own_updates.after_backward(args[0] if args else kwargs["tensors"])
 
     def _new_epoch(self, original: Callable[..., Any], loader: Any) -> Any:
         began = time.perf_counter()
@@ -156,27 +157,39 @@ class Watch:
             self.calls.resume()
         return batch
 
-    def _after_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
+        if self._is_leader(optimizer):
+            self.backwards_before_update = self.now["backwards"]
+
+    def _after_update(self, optimizer: Any, *_: Any) -> None:
+        """After `step` of an optimizer, or where a parameter shows one that isn't PyTorch's."""
         if self.stage is Stage.DONE:
             if not self.given["keep_going"]:  # the script has caught its end
                 raise SystemExit(0)
             return
         self.calls.pause()  # what follows is no call of the script's
         if self._is_leader(optimizer):
+            if self._pytorch_leads():  # a closure is one micro-batch, however often LBFGS calls it
+                within = self.now["backwards"] - self.backwards_before_update
+                self.now["backwards"] -= max(0, within - 1)
             self._step_ends()
         if self.stage is Stage.WATCHED and sys.getprofile() is None:
             self.calls.resume()
 
     def _is_leader(self, optimizer: Any) -> bool:
-        """Whether this optimizer's steps count: the first that stepped leads while it exists."""
-        if self.leader() is None:
+        """Whether this optimizer's steps count: the first that stepped leads while it exists. Where
+        it was none of PyTorch's, a first one of PyTorch's takes over."""
+        by_parameter = self.stage is Stage.SKIPPED and not self._pytorch_leads()
+        if self.leader() is None or (by_parameter and hasattr(optimizer, "param_groups")):
             self.leader = weakref.ref(optimizer)
-            groups = optimizer.param_groups
-            self.on_gpu = any(p.is_cuda for group in groups for p in group["params"])
-            self.note.add(on_gpu=self.on_gpu)
+            self.on_gpu = any(p.is_cuda for p in facts.parameters_of(optimizer))
+            self.note.write(steps=1, on_gpu=self.on_gpu)
             if not self.on_gpu:
                 self.plan[Stage.FROM_IDLE] = 0
         return optimizer is self.leader()
+
+    def _pytorch_leads(self) -> bool:
+        return hasattr(self.leader(), "param_groups")
 
     # ---------------------------------------------------------------------------------- stages
 
@@ -224,9 +237,6 @@ class Watch:
         self.syncs_watched.close()
         if stage is Stage.TIMED:
             self._mark()
-            self._synchronise()
-            for a, b in zip(self.marks, self.marks[1:], strict=False):
-                self.step_ms.append(a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a))
 
     def _mark(self) -> None:
         if self.on_gpu:
@@ -234,6 +244,12 @@ class Watch:
             self.marks[-1].record()
         else:
             self.marks.append(time.perf_counter())
+
+    def _step_ms(self) -> list[float]:
+        """Milliseconds of each timed step."""
+        self._synchronise()
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        return [a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in pairs]
 
     def _synchronise(self) -> None:
         if self.on_gpu:
@@ -308,7 +324,7 @@ class Watch:
         means = {name: self._mean(name) for name in ("backwards", "batches", "fetch_cpu_ms")}
         return means | {
             "device": "cuda" if self.on_gpu else "cpu",
-            "step_ms": self.step_ms,
+            "step_ms": self._step_ms(),
             "data_ms": [count["data_ms"] for count in self.counts],
             "host_step_ms": self.from_idle_ms,
             "calls": self.calls.rows(WATCHED_STEPS),
@@ -323,16 +339,26 @@ class Watch:
         return sum(count[key] for count in self.counts) / max(1, len(self.counts))
 
 
-def _around(owner: ModuleType | type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a function by `wrapper`, which gets the original one before its arguments."""
-    original = getattr(owner, name)
+def prepare(settings: str) -> None:
+    """Write a note that a Python process is here, and watch PyTorch's steps once it is imported.
 
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
+    settings: JSON, see `Watch`.
+    """
+    given = json.loads(settings)
+    note = ProcessNote(given["folder"])
 
-    setattr(owner, name, wrapped)
+    def start_watch() -> None:
+        note.write(torch=True)
+        try:
+            Watch(given, note).install()
+        except Exception as error:  # the script must run all the same
+            note.write(error=f"this PyTorch can't be watched ({error!r})")
+
+    compat.WhenImported("torch", start_watch)
 
 
 def _is_first_rank() -> bool:
+    distributed = sys.modules["torch"].distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
