@@ -7,8 +7,10 @@ show is planted in test_diagnose_fixes.py's made-up steps, and on a real GPU in 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,90 @@ def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
     assert 0.5 < found.evidence.padding < 0.9
 
 
+# ---------------------------------------------------------------------------------- any way in
+
+MANY = str(SCRIPTS / "many_ways.py")
+FROM_SCRIPTS = [sys.executable, "-m", "tests.scripts.many_ways"]
+LAUNCHED = [sys.executable, str(SCRIPTS / "launcher.py"), MANY]
+WAYS = {
+    "lazily": ([sys.executable, MANY, "--torch", "lazily", "--optimizer", "lbfgs"], "LBFGS"),
+    "in a thread": (
+        [*FROM_SCRIPTS, "--torch", "in a thread", "--loop", "thread", "--optimizer", "own"],
+        "OwnOptimizer",
+    ),
+    "launcher": ([*LAUNCHED, "--compiled", "--optimizer", "several"], "SGD"),
+    "forked": ([*FROM_SCRIPTS, "--loop", "fork", "--optimizer", "bitsandbytes"], "AdamW8bit"),
+    "lightning": ([sys.executable, str(SCRIPTS / "lightning_script.py")], "AdamW"),
+    "trl": ([sys.executable, str(SCRIPTS / "sft_script.py")], "AdamW"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_are_seen_on_any_way_in(way, monkeypatch):
+    """PyTorch's spec is looked for before it is imported, as datasets and accelerate do."""
+    if way in ("lightning", "trl") and find_spec(way) is None:
+        pytest.skip(f"{way} is not installed: pip install {way}")
+    monkeypatch.chdir(SCRIPTS.parents[1])
+    command, optimizer = WAYS[way]
+    evidence = watch(command, FEW).evidence
+    assert evidence.optimizer.name == optimizer
+    assert evidence.accumulation == 1 and evidence.step_ms > 0
+
+
+def test_a_notebooks_cells_run_as_a_script_in_its_folder(tmp_path):
+    text = "import helper\nfor n in range(60):\n    step()\n    print(n, file=log)"
+    cells = ["!echo of the shell > shell", STEPS, "log = open('log', 'w')", text]
+    code = [{"cell_type": "code", "source": cell.splitlines(True)} for cell in cells]
+    notebook = {"cells": [{"cell_type": "markdown", "source": ["# Training"]}, *code]}
+    (tmp_path / "train.ipynb").write_text(json.dumps(notebook))
+    (tmp_path / "helper.py").write_text("")
+    (line,) = watch([str(tmp_path / "train.ipynb")], FEW).evidence.writes
+    assert line.place == f"{tmp_path / 'train.ipynb'}, cell 5:4"
+    assert (tmp_path / "shell").exists()
+
+
+# ------------------------------------------------------------------------ watching changes nothing
+
+SEEN_FROM_INSIDE = """
+import os, random, torch
+torch.manual_seed(0)
+random.seed(0)
+layer = torch.nn.Linear(4, 4)
+network = torch.compile(torch.nn.Sequential(layer, torch.nn.Dropout()), backend="eager")
+optimizer = torch.optim.AdamW(layer.parameters())
+word = input()
+for batch in torch.utils.data.DataLoader(torch.rand(400, 4), 8, shuffle=True):
+    loss = network(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(word, loss.item().hex(), random.random(), torch.rand(()).item(), sorted(os.listdir()))
+    torch.save(layer.state_dict(), "weights.pt")
+from torch._dynamo.utils import counters
+print({name: dict(counters[name]) for name in ("frames", "stats")}, file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_watching_changes_nothing_that_the_script_does(tmp_path):
+    """Every loss and random number, its files, its output, its exit code, and what it compiled."""
+    command = script(tmp_path, "import sys" + SEEN_FROM_INSIDE)
+    options = [sys.executable, "-m", "labutils.cli", "diagnose", "--keep-going", "--json", "--"]
+    ends, files = [], []
+    for name, words in (("alone", command), ("watched", [*options, *command])):
+        folder = tmp_path / name
+        folder.mkdir()
+        given = {"input": "a word of standard input\n", "text": True, "capture_output": True}
+        ends.append(subprocess.run(words, cwd=folder, **given))
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    alone, watched = ends
+    *printed, diagnosis = watched.stdout.splitlines()
+    assert printed == alone.stdout.splitlines() and len(printed) == 50
+    assert json.loads(diagnosis)["step_ms"] > 0
+    *told, end = watched.stderr.splitlines()
+    assert told == alone.stderr.splitlines() and "exit code 3" in end and alone.returncode == 3
+    assert files[0] == files[1] and list(files[0]) == ["weights.pt"]
+
+
 # ------------------------------------------------------------------------------------------- ends
 
 
@@ -89,8 +175,8 @@ FIFTY = STEPS + "for n in range(50):\n    step()\n"
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("print('hello')", "never imported PyTorch"),
-        ("import torch", "no optimizer of PyTorch's took a step"),
+        ("print('hello')", "has not imported PyTorch"),
+        ("import torch", "no optimizer took a step"),
         (FIFTY + "    if n == 4: raise KeyError('gone')", "Its last error: KeyError: 'gone' ("),
         (FIFTY + "    if n == 4: import os; os.kill(os.getpid(), 9)", "killed (signal 9)"),
         ("raise SystemExit('no data')", "What it said of itself is above"),
@@ -100,6 +186,27 @@ def test_what_can_not_be_diagnosed_is_explained(text, said, tmp_path):
     with pytest.raises(NoDiagnosis) as refusal:
         watch(script(tmp_path, text), FEW)
     assert said in str(refusal.value) and not refusal.value.usage
+
+
+def test_a_script_without_steps_is_told_while_it_runs(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("labutils.tools.diagnose.script.SAY_AFTER_S", 0.0)
+    with pytest.raises(NoDiagnosis, match="has not imported PyTorch"):
+        watch(script(tmp_path, "import time; time.sleep(1)"), FEW)
+    assert "no step yet after 0 s: it has not imported PyTorch" in capfd.readouterr().err
+
+
+CTRL_C = """    if n == {step}:
+        import os, signal
+        os.kill(os.getppid(), signal.SIGINT)
+        raise KeyboardInterrupt
+"""
+
+
+def test_ctrl_c_keeps_what_was_seen(tmp_path):
+    with pytest.raises(NoDiagnosis, match="stopped after 10 optimizer steps.* A step took"):
+        watch(script(tmp_path, FIFTY + CTRL_C.format(step=9)), FEW)
+    stopped = watch(script(tmp_path, FIFTY + CTRL_C.format(step=45)), FEW, keep_going=True)
+    assert stopped.exit_code == 130 and stopped.evidence.step_ms > 0
 
 
 def test_a_short_script_is_told_the_options_that_work_for_it(tmp_path):
@@ -135,8 +242,8 @@ for step in range(60):
 """
 
 
-def test_what_a_closure_computes_is_no_part_of_the_update(tmp_path):
-    evidence = watch(script(tmp_path, STEPS + CLOSURE), FEW).evidence
+def test_what_a_closure_computes_is_no_part_of_the_update():
+    evidence = watch([sys.executable, "-c", STEPS + CLOSURE], FEW).evidence
     phases = Counter(piece.phase for piece in evidence.queue.pieces)
     assert evidence.accumulation == 1 and phases[""] > phases["optimizer"] > 0
 
@@ -225,7 +332,8 @@ def test_the_command_prints_and_keeps_what_was_recorded(tmp_path, capsys):
         (["--trace", "x.json", "--", "python", "y.py"], "give one of"),
         (["--trace", "there-is-none.json"], "can't be read"),
         (["--", "there-is-no-such-command"], "There is no command"),
-        (["--", __file__], "run by Python"),
+        (["--", __file__], "run by Python: labutils diagnose -- python"),
+        (["--", str(SCRIPTS)], "There is no command"),
     ],
 )
 def test_wrong_usage_is_2_and_one_message(words, message, capsys):

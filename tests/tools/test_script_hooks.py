@@ -2,43 +2,61 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
-import json
 import logging
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from labutils.tools.diagnose.script import HOOKS
 
 sys.path.append(str(HOOKS))
-from labutils_script_hooks import calls, facts
+from labutils_script_hooks import calls, compat, facts
 
 HERE = Path(__file__).name
 
 
-def test_the_hook_stays_until_torch_is_executed(tmp_path):
+@pytest.mark.parametrize("lazily", [False, True])
+def test_the_hook_stays_until_its_module_is_executed(lazily, tmp_path, monkeypatch):
     """Libraries look for torch's spec before they import it; that must not use the hook up."""
-    settings = {"folder": str(tmp_path), "keep_going": False}
-    settings |= {"warmup": 1, "timed": 1, "profiled": 1}
-    program = f"""
-import sys
-sys.path.insert(0, {str(HOOKS)!r})
-from labutils_script_hooks import torch_import
-torch_import.prepare(sys.argv[1])
-import importlib.util
-for _ in range(3): importlib.util.find_spec('torch')
-import datasets
-import torch
-assert not any(type(finder).__name__ == "WhenImported" for finder in sys.meta_path)
-assert torch.autograd.backward.__wrapped__
-"""
-    subprocess.run([sys.executable, "-c", program, json.dumps(settings)], check=True)
-    (note,) = tmp_path.glob("process-*.json")
-    assert json.loads(note.read_text())["torch"] is True
+    (tmp_path / "waited_for.py").write_text("value = 1")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "waited_for", raising=False)
+    acted, before = [], list(sys.meta_path)
+    compat.WhenImported("waited_for", lambda: acted.append(1))
+    for _ in range(3):
+        spec = importlib.util.find_spec("waited_for")
+    if lazily:
+        spec.loader = importlib.util.LazyLoader(spec.loader)
+        sys.modules["waited_for"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["waited_for"])
+    assert acted == []
+    assert importlib.import_module("waited_for").value == 1
+    assert acted == [1] and sys.meta_path == before
+    compat.WhenImported("waited_for", lambda: acted.append(2))
+    assert acted == [1, 2]
+
+
+@torch.no_grad()
+def descend(layer):
+    layer.weight -= layer.weight.grad
+
+
+@pytest.mark.parametrize("update", [descend, lambda layer: layer.zero_grad(set_to_none=False)])
+def test_an_update_without_an_optimizer_shows_in_a_parameter_or_its_gradient(update):
+    layer, own = torch.nn.Linear(2, 2, bias=False), compat.OwnOptimizer()
+    for _ in range(2):  # micro-batches of one step
+        assert not own.has_stepped()
+        loss = layer(torch.rand(3, 2)).sum()
+        loss.backward()
+        own.after_backward(loss)
+    assert own.seen_by[0] is layer.weight and not own.has_stepped()
+    update(layer)
+    assert own.has_stepped()
 
 
 def test_a_mask_tells_the_padding():

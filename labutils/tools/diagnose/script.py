@@ -89,14 +89,11 @@ def watch(
         settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
         exit_code = _run(command, settings, working)
         notes = [_read(path) for path in _files(working, "process")]
-        records = _files(working, "record")
-        if not records:
-            raise NoDiagnosis(_why(command, exit_code, notes, stages))
-        trace = working / records[0].name.replace("record", "trace")
-        if not trace.exists():
-            why = next((note["error"] for note in notes if "error" in note), "no trace was written")
-            raise NoDiagnosis(f"The script ran, and {why}. Turn that off for the diagnosis.")
-        return Watched(exit_code, of_record(_read(records[0]), Trace.read(trace)))
+        for record in _files(working, "record"):
+            trace = working / record.name.replace("record", "trace")
+            if trace.exists():
+                return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
+        raise NoDiagnosis(_why(command, exit_code, notes, stages))
 
 
 def _files(working: Path, kind: str) -> list[Path]:
@@ -144,11 +141,10 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
     try:
         process = subprocess.Popen(_with_notebook(command), env=environment_for(settings))
     except OSError as error:
-        found = f"can't be run as a program: {error.strerror}" if Path(command[0]).exists() else ""
         raise NoDiagnosis(
-            f"{command[0]} {found or 'is no command here'}. Type the script as you would run it, "
-            "after two dashes; a Python script is run by Python: labutils diagnose -- python "
-            + (shlex.join(command) if command[0].endswith(".py") else "train.py"),
+            f"There is no command {command[0]!r} here ({error.strerror}). Type the script as you "
+            "would run it, after two dashes; a Python script is run by Python: labutils diagnose "
+            f"-- python {shlex.join(command) if command[0].endswith('.py') else 'train.py'}",
             usage=True,
         ) from None
     say_at = time.monotonic() + SAY_AFTER_S
@@ -162,8 +158,9 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
             if time.monotonic() > say_at:
                 say_at = float("inf")
                 if why := _unseen([_read(path) for path in _files(working, "process")]):
-                    words = f"no step yet after {SAY_AFTER_S:.0f} s: {why} Ctrl-C ends it."
-                    print(f"labutils diagnose: {words}", file=sys.stderr, flush=True)
+                    words = f"labutils diagnose: no step yet after {SAY_AFTER_S:.0f} s: {why}"
+                    still = "Where it still loads or compiles, wait. Ctrl-C ends it."
+                    print(words, still, file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # the script got it as well; what was measured counts
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(END_WITHIN_S)
@@ -174,12 +171,10 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
 
 def _with_notebook(command: Sequence[str]) -> list[str]:
     """`train.ipynb` and `python train.ipynb` run the notebook's cells."""
-    words = list(command)
-    if words[0].endswith(".ipynb"):
-        words.insert(0, "python")
-    notebooks = [at for at, word in enumerate(words) if word.endswith(".ipynb")]
-    if notebooks and Path(words[0]).name.startswith("python"):
-        words.insert(notebooks[0], str(RUN_NOTEBOOK))
+    words = ["python"] * command[0].endswith(".ipynb") + [*command]
+    at = next((at for at, word in enumerate(words) if word.endswith(".ipynb")), 0)
+    if at and Path(words[0]).name.startswith("python"):
+        words.insert(at, str(RUN_NOTEBOOK))
     return words
 
 
@@ -239,7 +234,7 @@ def _unseen(notes: Sequence[Mapping[str, Any]]) -> str:
             "or -S, sudo, a container). Type the command that starts the training, where it runs."
         )
     if not any(note.get("torch") for note in notes):
-        return "it never imported PyTorch. Type the command that starts the training."
+        return "it has not imported PyTorch. Type the command that starts the training."
     if not any(note.get("steps") for note in notes):
         return (
             "PyTorch was imported, and no optimizer took a step. Does it train? A step that is "

@@ -70,7 +70,9 @@ class Calls:
             self._c_call(frame, argument)
         elif event == "call":
             if not self._writing() and _is_writer(frame):
-                self._begin(frame, "write", frame.f_back, frame.f_code.co_qualname)
+                code = frame.f_code  # Python 3.10 has no qualified name
+                what = getattr(code, "co_qualname", code.co_name)
+                self._begin(frame, "write", frame.f_back, what)
         elif self.open:
             # Equal, not the same: from Python 3.12 on a method is bound anew for its return.
             ended = frame if event == "return" else argument

@@ -10,7 +10,6 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -63,67 +62,51 @@ def around(owner: ModuleType | type, name: str, wrapper: Callable[..., Any]) -> 
     setattr(owner, name, wrapped)
 
 
-def around_batches(new_epoch: Callable[..., Any], next_batch: Callable[..., Any]) -> None:
-    """Wrap what every DataLoader calls to begin an epoch, and to bring a batch."""
+def around_pytorch(watch: Any) -> None:
+    """Bring a watch's methods around backward passes, what DataLoaders do, and profilers."""
+    import torch
     from torch.utils.data import dataloader
 
-    around(dataloader.DataLoader, "__iter__", new_epoch)
-    around(dataloader._BaseDataLoaderIter, "__next__", next_batch)
+    around(torch.autograd, "backward", watch.backward)
+    around(dataloader.DataLoader, "__iter__", watch.new_epoch)
+    around(dataloader._BaseDataLoaderIter, "__next__", watch.next_batch)
+    around(torch.autograd.profiler.profile, "_prepare_trace", watch.profiler_begins)
+    # Else torch.compile would compile the hooks into the script's graphs.
+    rules = "torch._dynamo.trace_rules"
+    WhenImported(rules, lambda: sys.modules[rules].add(__package__))
 
 
-def around_profilers(begins: Callable[..., Any]) -> None:
-    """Wrap the start of every profiler of PyTorch's; the script may have one of its own."""
-    from torch.autograd.profiler import profile
-
-    if hasattr(profile, "_prepare_trace"):
-        around(profile, "_prepare_trace", begins)
-
-
-def keep_from_compiler() -> None:
-    """Have torch.compile leave this package's code alone: it would compile the hooks into the
-    script's graphs."""
-
-    def skip() -> None:
-        from torch._dynamo import trace_rules
-
-        trace_rules.add(__package__)
-
-    WhenImported("torch._dynamo.trace_rules", skip)
-
-
-class OwnUpdates:
-    """Sees the updates of an optimizer that isn't PyTorch's by one parameter: it, or its gradient,
-    was changed in place or replaced between two backward passes."""
+class OwnOptimizer:
+    """Stands for an optimizer that isn't PyTorch's, whose steps are seen by one parameter: it, or
+    its gradient, was changed in place or replaced between two backward passes."""
 
     def __init__(self) -> None:
-        self.parameter: Callable[[], Any] = lambda: None  # weak: it is the script's
-        self.state: tuple[Any, ...] = ()
+        self.seen_by: list[Any] = []
+        self.param_groups = [{"params": self.seen_by}]
+        self.state: list[Any] = []
 
-    def updated(self) -> Any:
-        """The parameter, where it was updated since `after_backward`; else None."""
-        parameter = self.parameter()
-        return parameter if self._state_of(parameter) != self.state else None
+    def has_stepped(self) -> bool:
+        """Whether there was a step since `after_backward`."""
+        return self._state() != self.state
 
     def after_backward(self, losses: Any) -> None:
-        if self.parameter() is None and (found := _parameter_below(losses)) is not None:
-            self.parameter = weakref.ref(found)
-        self.state = self._state_of(self.parameter())
+        self.seen_by[:] = self.seen_by or _parameter_below(losses)
+        self.state = self._state()
 
-    @staticmethod
-    def _state_of(parameter: Any) -> tuple[Any, ...]:
-        gradient = getattr(parameter, "grad", None)
-        return (id(gradient), *(t._version for t in (parameter, gradient) if t is not None))
+    def _state(self) -> list[Any]:
+        tensors = [t for p in self.seen_by for t in (p, p.grad) if t is not None]
+        return [(id(tensor), tensor._version) for tensor in tensors]
 
 
-def _parameter_below(losses: Any) -> Any:
-    """A parameter that the backward pass from these losses reaches; None where there is none."""
-    losses = losses if isinstance(losses, Sequence) else [losses]
-    nodes, seen = [loss.grad_fn for loss in losses], set()
+def _parameter_below(losses: Any) -> list[Any]:
+    """A parameter that the backward pass from these losses reaches; none where there is none."""
+    seen: set[Any] = {None}
+    nodes = [loss.grad_fn for loss in (losses if isinstance(losses, Sequence) else [losses])]
     while nodes:
         node = nodes.pop()
         if hasattr(node, "variable"):
-            return node.variable
-        if node is not None and node not in seen:
+            return [node.variable]
+        if node not in seen:
             seen.add(node)
             nodes += [below for below, _ in node.next_functions]
-    return None
+    return []

@@ -42,18 +42,11 @@ def tokens_of(named: list[tuple[str, Any]]) -> dict[str, int]:
     return {}
 
 
-def parameters_of(optimizer: Any) -> list[Any]:
-    """An optimizer's parameters; where none is PyTorch's, a parameter is in its place."""
-    groups = getattr(optimizer, "param_groups", [{"params": [optimizer]}])
-    return [parameter for group in groups for parameter in group["params"]]
-
-
 def of_optimizer(optimizer: Any) -> dict[str, Any]:
     """Its `name`, how many `tensors` it updates, and its `form`: "fused", "foreach" or "loop"; ""
     where its class has no such choice."""
-    if not hasattr(optimizer, "param_groups"):
-        return {"name": "an optimizer that isn't PyTorch's", "form": ""}
-    parameters, first, form = parameters_of(optimizer), optimizer.param_groups[0], ""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    first, form = optimizer.param_groups[0], ""
     if "fused" in first:
         fused, foreach = first["fused"], first.get("foreach")
         by_default = fused is None and foreach is None and any(p.is_cuda for p in parameters)

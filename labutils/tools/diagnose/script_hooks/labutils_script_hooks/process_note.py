@@ -17,7 +17,8 @@ from labutils_script_hooks import calls
 
 
 class ProcessNote:
-    """One process: whether it imported PyTorch, its steps, its error."""
+    """One process: whether it imported PyTorch, its steps, its error. `facts` are written at its
+    end, or before."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -25,13 +26,9 @@ class ProcessNote:
         self.write()
         atexit.register(self._write_the_end)
 
-    def add(self, **facts: Any) -> None:
-        """Facts to write at the process's end, or before."""
-        self.facts |= facts
-
     def write(self, **facts: Any) -> None:
         """Add facts and write all of them. A process may outlive the diagnosis and its folder."""
-        self.add(**facts)
+        self.facts |= facts
         path = os.path.join(self.folder, f"process-{os.getpid()}.json")
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             json.dump(self.facts, file, default=str)
@@ -48,5 +45,5 @@ class ProcessNote:
             stack = traceback.extract_tb(error.__traceback__)
             own = [frame for frame in stack if calls.is_own(frame.filename)]
             place = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
-            self.add(failed=" ".join(words.split())[:300], failed_at=place)
+            self.facts |= {"failed": " ".join(words.split())[:300], "failed_at": place}
         self.write()

@@ -6,12 +6,9 @@ IPython.
 
 from __future__ import annotations
 
-import ast
 import json
-import linecache
 import os
 import sys
-from typing import Any
 
 
 def main() -> None:
@@ -21,26 +18,19 @@ def main() -> None:
         cells = json.load(file)["cells"]
     sys.path[0] = os.path.dirname(path)
     os.chdir(sys.path[0])
-    names: dict[str, Any] = vars(sys.modules["__main__"])
+    names = vars(sys.modules["__main__"])
     names["display"] = print
     for number, cell in enumerate(cells, 1):
         if cell["cell_type"] == "code":
-            name, source = f"{path}, cell {number}", in_python("".join(cell["source"]), names)
-            linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-            exec(compile(source, name, "exec", dont_inherit=True), names)
+            source, name = "".join(cell["source"]), f"{path}, cell {number}"
+            try:
+                code = compile(source, name, "exec", dont_inherit=True)
+            except SyntaxError:
+                from IPython.terminal.interactiveshell import TerminalInteractiveShell
 
-
-def in_python(source: str, names: dict[str, Any]) -> str:
-    """A cell's code, its magics written as calls of IPython."""
-    try:
-        ast.parse(source)
-    except SyntaxError:
-        from IPython.core.interactiveshell import InteractiveShell
-
-        shell = InteractiveShell.instance(user_ns=names)
-        names["get_ipython"] = lambda: shell
-        return shell.transform_cell(source)
-    return source
+                shell = TerminalInteractiveShell.instance(user_module=sys.modules["__main__"])
+                code = compile(shell.transform_cell(source), name, "exec", dont_inherit=True)
+            exec(code, names)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from labutils_script_hooks.process_note import ProcessNote
 Stage = Enum("Stage", "SKIPPED TIMED FROM_IDLE WATCHED WARMING PROFILED DONE")
 WATCHED_STEPS = 2
 MOST_BATCHES = 64
-OWN_PROFILER = "could not be profiled to the end: it runs a profiler of its own"
+OWN_PROFILER = "it runs a profiler of its own. Turn that off for the diagnosis"
 
 
 class Watch:
@@ -51,7 +51,7 @@ class Watch:
         self.stage = Stage.SKIPPED
         self.steps = 0
         self.leader: Callable[[], Any] = lambda: None  # weak: the optimizer is the script's
-        self.own_updates = compat.OwnUpdates()
+        self.own = compat.OwnOptimizer()
         self.on_gpu = False
         self.marks: list[Any] = []
         self.idle_from = 0.0
@@ -63,7 +63,6 @@ class Watch:
         self.loaders: Any = weakref.WeakKeyDictionary()  # iterator -> its DataLoader
         self.loader: dict[str, Any] = {}
         self.profiler: Any = None
-        self.others_profile = False
         self.calls = calls.Calls()
         self.sync_lines: Counter[str] = Counter()
         self.syncs_watched = contextlib.ExitStack()
@@ -78,10 +77,7 @@ class Watch:
         from torch.optim import optimizer
 
         self.torch = torch
-        compat.keep_from_compiler()
-        compat.around(torch.autograd, "backward", self._backward)
-        compat.around_batches(self._new_epoch, self._next_batch)
-        compat.around_profilers(self._profiler_begins)
+        compat.around_pytorch(self)
         optimizer.register_optimizer_step_pre_hook(self._before_update)
         optimizer.register_optimizer_step_post_hook(self._after_update)
         atexit.register(self._stop)
@@ -91,7 +87,7 @@ class Watch:
         """A running profiler, or calls still watched, would break Python's own end."""
         self.calls.pause()
         with contextlib.suppress(RuntimeError):  # a GPU that failed, or a forked process
-            self.note.add(step_ms=self._step_ms())
+            self.note.facts["step_ms"] = self._step_ms()
         if self.profiler is not None:
             self.profiler.on_trace_ready = None  # what there is of a trace explains nothing
             self.profiler.stop()
@@ -104,20 +100,19 @@ class Watch:
             self.profiler = None
             self.stage, self.given = Stage.DONE, self.given | {"keep_going": True}
 
-    def _profiler_begins(self, original: Callable[..., Any], profile: Any) -> Any:
+    def profiler_begins(self, original: Callable[..., Any], profile: Any) -> Any:
         """A process has one profiler: where the script starts its own, ours gives way."""
         if self.profiler is None or profile is not self.profiler.profiler:
-            self.others_profile = True
+            self.note.write(error=OWN_PROFILER)
             if self.profiler is not None:
                 self._stop()
-                self.note.write(error=OWN_PROFILER)
         return original(profile)
 
-    def _backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.inside_backward:  # an activation checkpoint, which has a backward pass inside
             return original(*args, **kwargs)
-        if not self._pytorch_leads() and (updated := self.own_updates.updated()) is not None:
-            self._after_update(updated)
+        if not self._pytorch_leads() and self.own.has_stepped():
+            self._after_update(self.own)
         self.now["backwards"] += 1
         self.inside_backward = True
         try:
@@ -126,16 +121,16 @@ class Watch:
         finally:
             self.inside_backward = False
             if not self._pytorch_leads():
-                self.own_updates.after_backward(args[0] if args else kwargs["tensors"])
+                self.own.after_backward(args[0] if args else kwargs["tensors"])
 
-    def _new_epoch(self, original: Callable[..., Any], loader: Any) -> Any:
+    def new_epoch(self, original: Callable[..., Any], loader: Any) -> Any:
         began = time.perf_counter()
         iterator = original(loader)
         self.now["data_ms"] += 1e3 * (time.perf_counter() - began)
         self.loaders[iterator] = loader
         return iterator
 
-    def _next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
+    def next_batch(self, original: Callable[..., Any], iterator: Any) -> Any:
         if self.inside_data:  # a dataset that reads from a loader of its own
             return original(iterator)
         self.inside_data = True
@@ -162,7 +157,6 @@ class Watch:
             self.backwards_before_update = self.now["backwards"]
 
     def _after_update(self, optimizer: Any, *_: Any) -> None:
-        """After `step` of an optimizer, or where a parameter shows one that isn't PyTorch's."""
         if self.stage is Stage.DONE:
             if not self.given["keep_going"]:  # the script has caught its end
                 raise SystemExit(0)
@@ -177,39 +171,47 @@ class Watch:
             self.calls.resume()
 
     def _is_leader(self, optimizer: Any) -> bool:
-        """Whether this optimizer's steps count: the first that stepped leads while it exists. Where
-        it was none of PyTorch's, a first one of PyTorch's takes over."""
-        by_parameter = self.stage is Stage.SKIPPED and not self._pytorch_leads()
-        if self.leader() is None or (by_parameter and hasattr(optimizer, "param_groups")):
+        """Whether this optimizer's steps count: the first that stepped leads while it exists. One
+        of PyTorch's takes over early: a GradScaler may have passed over its first steps."""
+        takes_over = self.leader() is self.own is not optimizer and self.stage is Stage.SKIPPED
+        if self.leader() is None or takes_over:
             self.leader = weakref.ref(optimizer)
-            self.on_gpu = any(p.is_cuda for p in facts.parameters_of(optimizer))
+            groups = optimizer.param_groups
+            self.on_gpu = any(p.is_cuda for group in groups for p in group["params"])
             self.note.write(steps=1, on_gpu=self.on_gpu)
             if not self.on_gpu:
                 self.plan[Stage.FROM_IDLE] = 0
         return optimizer is self.leader()
 
     def _pytorch_leads(self) -> bool:
-        return hasattr(self.leader(), "param_groups")
+        return self.leader() not in (None, self.own)
 
     # ---------------------------------------------------------------------------------- stages
 
     def _step_ends(self) -> None:
         self.steps += 1
-        self.note.add(steps=self.steps)
+        self.note.facts["steps"] = self.steps
         if self.stage is Stage.TIMED:
             self.counts.append(self.now)
         elif self.stage is Stage.FROM_IDLE:
             self.from_idle_ms.append(1e3 * (time.perf_counter() - self.idle_from))
         self.now = Counter()
         before, self.stage = self.stage, self._stage_after(self.steps)
-        if self.stage is not before:
-            self._leave(before)
-            self._enter()
-        elif self.stage is Stage.TIMED:
+        begins = self.stage is not before
+        if begins:
+            self.syncs_watched.close()
+            self.note.write()
+        if self.stage is Stage.TIMED and begins:
+            self._synchronise()
+        if Stage.TIMED in (self.stage, before):
             self._mark()
         if self.stage is Stage.FROM_IDLE:
             self._synchronise()
             self.idle_from = time.perf_counter()
+        if self.stage is Stage.WATCHED and begins and self.on_gpu:
+            self.syncs_watched.enter_context(self._noting_syncs())
+        if self.stage is Stage.WARMING and begins and "error" not in self.note.facts:
+            self._start_profiler()
         if self.profiler is not None and self.stage is not Stage.WARMING:
             if self.profiler.step_num == 0:  # work of the warm-up must not run into the record
                 self._synchronise()
@@ -223,20 +225,6 @@ class Watch:
                 return stage
             steps -= count
         return Stage.DONE
-
-    def _enter(self) -> None:
-        if self.stage is Stage.TIMED:
-            self._synchronise()
-            self._mark()
-        elif self.stage is Stage.WATCHED and self.on_gpu:
-            self.syncs_watched.enter_context(self._noting_syncs())
-        elif self.stage is Stage.WARMING:
-            self._start_profiler()
-
-    def _leave(self, stage: Stage) -> None:
-        self.syncs_watched.close()
-        if stage is Stage.TIMED:
-            self._mark()
 
     def _mark(self) -> None:
         if self.on_gpu:
@@ -267,22 +255,15 @@ class Watch:
             else:
                 show(message, *others)
 
-        def set_quietly(mode: int | str) -> None:
-            with warnings.catch_warnings():  # it warns that it is a prototype
-                warnings.simplefilter("ignore")
-                cuda.set_sync_debug_mode(mode)
-
-        set_quietly("warn")
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*prototype feature")  # of the mode itself
             warnings.filterwarnings("always", ".*synchronizing CUDA operation")
             warnings.showwarning = note
+            cuda.set_sync_debug_mode("warn")
             yield
-        set_quietly(mode)
+            cuda.set_sync_debug_mode(mode)
 
     def _start_profiler(self) -> None:
-        if self.others_profile:
-            self.note.write(error=OWN_PROFILER)
-            return
         profiler, active = self.torch.profiler, self.given["profiled"]
         cpu, gpu = profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA
         self.profiler = profiler.profile(
@@ -321,8 +302,9 @@ class Watch:
 
     def record(self) -> dict[str, Any]:
         """What was measured, but for the trace; times in milliseconds a step."""
-        means = {name: self._mean(name) for name in ("backwards", "batches", "fetch_cpu_ms")}
-        return means | {
+        means = ("backwards", "batches", "fetch_cpu_ms")
+        total, steps = sum(self.counts, Counter()), max(1, len(self.counts))
+        return {name: total[name] / steps for name in means} | {
             "device": "cuda" if self.on_gpu else "cpu",
             "step_ms": self._step_ms(),
             "data_ms": [count["data_ms"] for count in self.counts],
@@ -334,9 +316,6 @@ class Watch:
             "optimizer": facts.of_optimizer(self.leader()),
             "config": facts.of_settings(self.on_gpu),
         }
-
-    def _mean(self, key: str) -> float:
-        return sum(count[key] for count in self.counts) / max(1, len(self.counts))
 
 
 def prepare(settings: str) -> None:
@@ -358,7 +337,4 @@ def prepare(settings: str) -> None:
 
 
 def _is_first_rank() -> bool:
-    distributed = sys.modules["torch"].distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
