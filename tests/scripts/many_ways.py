@@ -67,12 +67,12 @@ def train(options):
         loss.backward()
         return loss
 
-    for _ in range(40):
+    for step in range(40):
         if options.optimizer == "lbfgs":
             update[0].step(closure)
             continue
         closure()
-        for optimizer in update:
+        for optimizer in update if step >= options.passed_over else []:
             optimizer.step()
 
 
@@ -81,6 +81,7 @@ def main():
     parser.add_argument("--torch", default="found")
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--loop", default="function")
+    parser.add_argument("--passed-over", type=int, default=0, help="updates, as by a GradScaler")
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     if options.loop == "function":

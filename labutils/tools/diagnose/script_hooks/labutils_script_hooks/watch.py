@@ -172,9 +172,14 @@ class Watch:
 
     def _is_leader(self, optimizer: Any) -> bool:
         """Whether this optimizer's steps count: the first that stepped leads while it exists. One
-        of PyTorch's takes over early: a GradScaler may have passed over its first steps."""
-        takes_over = self.leader() is self.own is not optimizer and self.stage is Stage.SKIPPED
-        if self.leader() is None or takes_over:
+        of PyTorch's may take over: a GradScaler passes over some of its first steps."""
+        if self.leader() is self.own is not optimizer and self.stage in (
+            Stage.SKIPPED,
+            Stage.TIMED,
+        ):
+            self.leader, self.steps, self.stage = lambda: None, 0, Stage.SKIPPED
+            self.marks, self.counts = [], []
+        if self.leader() is None:
             self.leader = weakref.ref(optimizer)
             groups = optimizer.param_groups
             self.on_gpu = any(p.is_cuda for group in groups for p in group["params"])
