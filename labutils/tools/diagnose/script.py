@@ -199,11 +199,9 @@ def _why(
     command: Sequence[str], exit_code: int, notes: Sequence[Mapping[str, Any]], stages: Stages
 ) -> str:
     """Why a script left no record."""
-    ended = f"ended with exit code {exit_code}"
-    if exit_code < 0:
-        ended = f"was killed (signal {-exit_code})"
-    if exit_code == STOPPED:
-        ended = "was stopped"
+    ended = f"was killed (signal {-exit_code})" if exit_code < 0 else "was stopped"
+    if exit_code >= 0 and exit_code != STOPPED:
+        ended = f"ended with exit code {exit_code}"
     if exit_code not in (0, STOPPED) and not any("error" in note for note in notes):
         failed = [note for note in notes if "failed" in note]
         error = "What it said of itself is above."

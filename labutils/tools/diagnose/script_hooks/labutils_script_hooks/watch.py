@@ -173,10 +173,8 @@ class Watch:
     def _is_leader(self, optimizer: Any) -> bool:
         """Whether this optimizer's steps count: the first that stepped leads while it exists. One
         of PyTorch's may take over: a GradScaler passes over some of its first steps."""
-        if self.leader() is self.own is not optimizer and self.stage in (
-            Stage.SKIPPED,
-            Stage.TIMED,
-        ):
+        early = self.stage in (Stage.SKIPPED, Stage.TIMED)
+        if early and self.leader() is self.own is not optimizer:
             self.leader, self.steps, self.stage = lambda: None, 0, Stage.SKIPPED
             self.marks, self.counts = [], []
         if self.leader() is None:
@@ -274,7 +272,7 @@ class Watch:
         self.profiler = profiler.profile(
             activities=[cpu, gpu] if self.on_gpu else [cpu],
             schedule=profiler.schedule(wait=0, warmup=1, active=active, repeat=1),
-            on_trace_ready=self._export,
+            on_trace_ready=self._export if _is_first_rank() else None,
             record_shapes=True,
         )
         try:
@@ -284,8 +282,7 @@ class Watch:
             self.profiler = None
 
     def _export(self, profiler: Any) -> None:
-        if _is_first_rank():
-            profiler.export_chrome_trace(self._file("trace"))
+        profiler.export_chrome_trace(self._file("trace"))
 
     # --------------------------------------------------------------------------------- the end
 
