@@ -18,7 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 WORKSHEET, STUDENT, INSTRUCTOR = EDITIONS = ("worksheet", "student", "instructor")
 EXECUTED = "executed"
 """What nobody gives out: a lab as it was executed, to be read where it was."""
-ASKING = ("# ", "## ", "**Question.**", "**Your prediction:**")
+ASKING = ("# ", "## ", "**Question.**", "**Your prediction", "**Prediction")
 """How the paragraphs of a lab begin that a worksheet has."""
 SIGNATURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
 MOST_LETTERS = 100_000
