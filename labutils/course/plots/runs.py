@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
 from operator import truediv
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from labutils.course.plots.palette import (
     PURPLE,
     RUST,
 )
-from labutils.course.tables import cell
+from labutils.course.tables import cell, heading
 from labutils.results.effects import NotTestable, effect
 from labutils.results.records import LANES, Run
 
@@ -198,22 +199,27 @@ def _draw_lanes(ax: Axes, steps: Sequence[Run], heights: Sequence[float], floor:
             layout.number(ax, f"floor {cell(floors[-1][0])} ms", floors[0][0], top, -4, color=RUST)
 
 
-def differences(
+def frontier(
     ax: Axes,
-    series: Mapping[str, Sequence[float]],
-    band: tuple[float, float],
-    band_label: str,
-    xlabel: str,
+    runs: Iterable[Run],
+    kind: Callable[[Run], str],
+    metrics: tuple[str, str] = ("peak_allocated_gb", "useful_tokens_per_s"),
 ) -> Axes:
-    """One row a name, a dot a difference, and behind them the `band` that they are held against."""
-    layout.make_room(ax, len(series), per_row=0.36)
-    ax.axvspan(*band, color=MIST, label=band_label, zorder=1)
-    ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
-    for row, values in enumerate(series.values()):
-        heights = [row + 0.4 * offset for offset in layout.jitter(len(values))]
-        ax.scatter(values, heights, s=26, color=NAVY, linewidth=0, zorder=3)
-    layout.rows(ax, list(series))
-    ax.set_xlabel(xlabel)
+    """What runs reach over what they take, the two `metrics`: a named point a run, those of one
+    `kind` along a line. The x axis is logarithmic; runs without both metrics are left out."""
+    by_kind: dict[str, list[tuple[float, float, str]]] = {}
+    for run in runs:
+        if run.ok and all(map(run.metric, metrics)):
+            by_kind.setdefault(kind(run), []).append((*map(run.metric, metrics), run.run))
+    for (name, points), mark in zip(by_kind.items(), cycle("sDov^"), strict=False):
+        x, y, _ = zip(*sorted(points), strict=True)
+        ax.plot(x, y, f"{mark}-", linewidth=0.8, label=name)
+    every = sorted(point for points in by_kind.values() for point in points)
+    for (x, y, name), lower in zip(every, cycle((5, -11)), strict=False):
+        ax.annotate(name, (x, y), (6, lower), textcoords="offset points", fontsize=7)
+    ax.set(xscale="log", ylim=(0, None), xlabel=heading(metrics[0]), ylabel=heading(metrics[1]))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter("{x:g}")
     layout.legend(ax)
     return ax
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 import torch
+from labutils.labs.lab08_large_models import BLACKWELL, H100
 
 from labutils.data.texts import LONG, expected_longest
 from labutils.labs import lab08_large_models as large
-from labutils.labs.lab08_large_models import BLACKWELL, H100
 from labutils.layers.lora import count_parameters
 from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.memory_model import saved_for_backward
