@@ -1,4 +1,4 @@
-"""Runs side by side: their steps, a sweep, a ladder of rungs, differences, utilisation."""
+"""Runs side by side: their steps, a sweep, a ladder of rungs, speed over memory, utilisation."""
 
 from __future__ import annotations
 
