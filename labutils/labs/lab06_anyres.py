@@ -100,9 +100,7 @@ def side_by_side(runs: Iterable[Run]) -> pd.DataFrame:
     of memory."""
     metrics = ["step_ms", "floor_ms", "peak_allocated_gb"]
     frame = to_frame(runs).set_index(["batch", "method"]).reindex(columns=metrics)
-    order = frame.index.get_level_values("method").unique()
-    table = frame.rename_axis(columns="").stack().unstack("method")[order]
-    return table.reset_index()
+    return frame.rename_axis(columns="").stack().unstack("method").reset_index()
 
 
 # The compiler

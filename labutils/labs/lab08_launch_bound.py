@@ -33,7 +33,7 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Host, Program, replayed_ms
 from labutils.profiling.utilization import Energy
-from labutils.recipe import Recipe
+from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer
 from labutils.training.benchmark import empty_run
@@ -161,6 +161,8 @@ def study(
     first, recipe = next(iter(texts)), variants(family)[way]
     with contextlib.ExitStack() as opened:
         trainer = opened.enter_context(Trainer(texts[first], recipe))
+        if recipe.driver != trainer.recipe.driver:
+            raise Unavailable("CUDA graphs need an NVIDIA GPU")
         if recipe.driver == "graph":
             shortest = Host(probe_machine("launch_us").median("launch_us") / 1e3)
             kinds, read = [first], lambda: shortest
