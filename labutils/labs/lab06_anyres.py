@@ -98,8 +98,9 @@ def load_libraries(device: str) -> None:
 def side_by_side(runs: Iterable[Run]) -> pd.DataFrame:
     """The article's table: a column a method, and for each batch size a row of times, of floors and
     of memory."""
-    metrics = ["step_ms", "floor_ms", "peak_allocated_gb"]
-    frame = to_frame(runs).set_index(["batch", "method"]).reindex(columns=metrics)
+    heads = {"step_ms": "step, ms", "floor_ms": "floor, ms", "peak_allocated_gb": "memory, GB"}
+    frame = to_frame(runs).set_index(["batch", "method"]).reindex(columns=list(heads))
+    frame = frame.rename(columns=heads)
     return frame.rename_axis(columns="").stack().unstack("method").reset_index()
 
 

@@ -108,7 +108,7 @@ def frozen_weights(workload: Workload) -> int:
     return workload.size.layers * sum(inputs * outputs for inputs, outputs in shapes)
 
 
-def restoring_ms(trace: Trace) -> float:
+def restoring_kernels_ms(trace: Trace) -> float:
     """What restoring 4-bit weights takes in a traced step: of kernels, or without a GPU of
     operators."""
     operators = (one for thread in trace.ops.values() for one in thread)

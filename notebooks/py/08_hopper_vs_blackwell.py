@@ -71,6 +71,7 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from labutils.labs.lab08_large_models import BLACKWELL, H100
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,7 +80,6 @@ from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForC
 from labutils.course import plots
 from labutils.data.texts import LONG, SHORT, expected_longest
 from labutils.labs import lab08_large_models, lab08_launch_bound
-from labutils.labs.lab08_large_models import BLACKWELL, H100
 from labutils.profiling.gpu_specs import find_spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.launch_queue import Queued, root

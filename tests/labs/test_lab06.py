@@ -71,8 +71,8 @@ def test_methods_stand_side_by_side_with_their_floor():
     shown = lab06_anyres.side_by_side(runs)
     assert list(shown.columns) == ["batch", "", "bf16", "qlora"]
     said = {(batch, what): ms for batch, what, ms, _ in shown.itertuples(index=False)}
-    assert said[1, "step_ms"] == 480.4 and said[1, "floor_ms"] == 117
-    assert said[24, "peak_allocated_gb"] == 17
+    assert said[1, "step, ms"] == 480.4 and said[1, "floor, ms"] == 117
+    assert said[24, "memory, GB"] == 17
 
 
 # The compiler
