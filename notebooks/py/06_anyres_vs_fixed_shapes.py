@@ -928,7 +928,8 @@ def drawn(options, title):
         ax.plot(n, share(name, n), ("-", "--", "-.", ":")[place % 4], label=name)
     for steps, _, after in crossings(methods):
         ax.plot(steps, share(after, steps), "o", color=plots.INK)
-    ax.set(xscale="log", xlabel="steps", ylabel="total time, of BF16's", ylim=(0.3, 2), title=title)
+    ax.set(xscale="log", xlabel="steps", ylabel="total time, of BF16's", title=title)
+    ax.set(xlim=(10, 10_000), ylim=(0.3, 2))
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     plt.show()
 
