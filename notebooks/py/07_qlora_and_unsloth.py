@@ -59,6 +59,7 @@ from collections import Counter
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+import transformers
 from bitsandbytes import functional as bnb
 from torch import nn
 
@@ -79,6 +80,7 @@ from labutils.workloads import open_workload
 # %%
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch|transformers|peft")
+transformers.utils.logging.disable_progress_bar()
 compile_from_nothing()  # so that a first step compiles all that it uses
 if lab.device == "cpu":
     torch.set_num_threads(max(1, usable_cores() // 2))

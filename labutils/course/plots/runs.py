@@ -205,21 +205,24 @@ def frontier(
     kind: Callable[[Run], str],
     metrics: tuple[str, str] = ("peak_allocated_gb", "useful_tokens_per_s"),
 ) -> Axes:
-    """What runs reach over what they take, the two `metrics`: a named point a run, those of one
-    `kind` along a line. The x axis is logarithmic; runs without both metrics are left out."""
+    """What runs reach over what they take, the two `metrics`: a named point a run, with a mark for
+    each `kind`. The x axis is logarithmic; runs without both metrics are left out."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     by_kind: dict[str, list[tuple[float, float, str]]] = {}
     for run in runs:
         if run.ok and all(map(run.metric, metrics)):
             by_kind.setdefault(kind(run), []).append((*map(run.metric, metrics), run.run))
     for (name, points), mark in zip(by_kind.items(), cycle("sDov^"), strict=False):
         x, y, _ = zip(*sorted(points), strict=True)
-        ax.plot(x, y, f"{mark}-", linewidth=0.8, label=name)
+        ax.plot(x, y, mark, label=name)
     every = sorted(point for points in by_kind.values() for point in points)
-    for (x, y, name), lower in zip(every, cycle((5, -11)), strict=False):
+    for (x, y, name), lower in zip(every, cycle((5, -11, 14, -20)), strict=False):
         ax.annotate(name, (x, y), (6, lower), textcoords="offset points", fontsize=7)
     ax.set(xscale="log", ylim=(0, None), xlabel=heading(metrics[0]), ylabel=heading(metrics[1]))
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
     layout.legend(ax)
     return ax
 
