@@ -479,7 +479,7 @@ with lab.attempt("Host and GPU, from traces"):
         lanes = studied[name].lanes
         host = [*lanes.get("launches", []), *lanes.get("host waits", [])]
         fig, ax = plt.subplots(figsize=(7.2, 2))
-        plots.timeline(ax, {"host": host, "GPU": lanes["GPU"]})
+        plots.timeline(ax, {"host": host, "GPU": lanes.get("GPU", [])})
         ax.set_title(name)
         plt.show()
 

@@ -91,7 +91,7 @@ def test_a_study_predicts_shows_and_repeats(studied):
     assert (
         abs(long.run.metrics["off_by_percent"]) < 100 and long.run.metrics["error_bar_percent"] >= 0
     )
-    assert short.program.kernel_ms < long.program.kernel_ms and long.lanes["operators"]
+    assert short.program.kernel_ms < long.program.kernel_ms
     again = studied[-1].run
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
     with pytest.raises(Unavailable, match="GPU"):
