@@ -21,15 +21,12 @@ def two_cards(steps: pd.DataFrame, end: str = "") -> dict[str, float]:
     off = np.maximum(factor, 1 / factor).groupby(["model", "texts"]).max()
     metrics = {f"{model}_{kind}_off": value for (model, kind), value in off.items()}
     rate, idle = by["examples/h"], by["step, s"] - by["kernels, s"]
-    (dense, ours), (dense_h100, theirs) = (
-        (rate["dense", "long", card], rate["moe", "long", card]) for card in (BLACKWELL, H100)
-    )
     metrics |= {
-        "dense_long_ratio": dense_h100 / dense,
-        "moe_long_blackwell_ratio": ours / theirs,
-        "moe_long_blackwell_hourly": ours,
-        "moe_over_dense_long": ours / dense,
+        "dense_long_ratio": rate["dense", "long", H100] / rate["dense", "long", BLACKWELL],
+        "moe_long_blackwell_ratio": rate["moe", "long", BLACKWELL] / rate["moe", "long", H100],
+        "moe_long_blackwell_hourly": rate["moe", "long", BLACKWELL],
+        "moe_over_dense_long": rate["moe", "long", BLACKWELL] / rate["dense", "long", BLACKWELL],
         "h100_gaps_longer": idle["moe", "long", H100] > idle["moe", "long", BLACKWELL],
-        "blackwell_less_energy": ours > theirs,
+        "blackwell_less_energy": rate["moe", "long", BLACKWELL] > rate["moe", "long", H100],
     }
     return {f"{name}{end}": float(value) for name, value in metrics.items()}
