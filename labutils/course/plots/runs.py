@@ -1,4 +1,4 @@
-"""Runs side by side: their steps, a sweep, a ladder of rungs, speed over memory, utilisation."""
+"""Runs side by side: a sweep, a ladder of rungs, speed over memory, utilisation."""
 
 from __future__ import annotations
 
@@ -25,36 +25,6 @@ from labutils.results.records import LANES, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def steps(ax: Axes, runs: Mapping[str, Run], metric: str = "step_ms") -> Axes:
-    """One row a run: a dot a sample, a bar from p10 to p90, a line at the median with its number.
-
-    A run without the metric gets a row that says why. `metric` is a time in milliseconds.
-    """
-    layout.make_room(ax, len(runs), per_row=0.42)
-    spreads = [layout.spread(run, metric) for run in runs.values()]
-    samples = [run.samples.get(metric, []) for run in runs.values()]
-    ends = [
-        max([spread[2], *dots]) for spread, dots in zip(spreads, samples, strict=True) if spread
-    ]
-    widest = max(ends, default=1.0)
-    for row, run in enumerate(runs.values()):
-        if spreads[row] is None:
-            look = {"color": GREY, "style": "italic"}
-            layout.number(ax, layout.status(run), 0.02 * widest, row, dots=0, **look)
-            continue
-        low, median, high = spreads[row]
-        ax.barh(row, high - low, 0.55, left=low, color=MIST, edgecolor=INK, linewidth=0.8, zorder=2)
-        heights = [row + offset for offset in layout.jitter(len(samples[row]))]
-        ax.scatter(samples[row], heights, s=9, color=NAVY, alpha=0.6, linewidth=0, zorder=3)
-        ax.vlines(median, row - 0.34, row + 0.34, color=RUST, linewidth=2.4, zorder=4)
-        end = max([high, *samples[row]])
-        layout.number(ax, f"{cell(median)} ms", end, row)
-    layout.rows(ax, list(runs))
-    ax.set_xlim(0, 1.22 * widest)
-    ax.set_xlabel(f"{layout.axis_label(metric)} (line: median, bar: p10-p90, dots: samples)")
-    return ax
 
 
 def sweep(
