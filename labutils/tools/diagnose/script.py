@@ -158,9 +158,8 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
             if time.monotonic() > say_at:
                 say_at = float("inf")
                 if why := _unseen([_read(path) for path in _files(working, "process")]):
-                    words = f"labutils diagnose: no step yet after {SAY_AFTER_S:.0f} s: {why}"
-                    still = "Where it still loads or compiles, wait. Ctrl-C ends it."
-                    print(words, still, file=sys.stderr, flush=True)
+                    words = f"no step yet after {SAY_AFTER_S:.0f} s: {why} If it loads, wait."
+                    print(f"labutils diagnose: {words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # the script got it as well; what was measured counts
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(END_WITHIN_S)
@@ -203,10 +202,10 @@ def _why(
     if exit_code >= 0 and exit_code != STOPPED:
         ended = f"ended with exit code {exit_code}"
     if exit_code not in (0, STOPPED) and not any("error" in note for note in notes):
-        failed = [note for note in notes if "failed" in note]
         error = "What it said of itself is above."
-        if failed:  # the last one: a launcher starts before it
-            error = f"Its last error: {failed[-1]['failed']} ({short(failed[-1]['failed_at'])})."
+        for note in notes:  # the last one's: a launcher starts before it
+            if "failed" in note:
+                error = f"Its last error: {note['failed']} ({short(note['failed_at'])})."
         cure = f"Cure that first, by running it alone: {shlex.join(command)}"
         return f"The script failed: it {ended} before its steps were profiled. {error} {cure}"
     if why := _unseen(notes):
@@ -228,15 +227,14 @@ def _unseen(notes: Sequence[Mapping[str, Any]]) -> str:
         return f"it could not be profiled: {error}."
     if not notes:
         return (
-            "no Python process was seen in it, or one that ignores its environment (python -I, -E "
-            "or -S, sudo, a container). Type the command that starts the training, where it runs."
+            "no Python process was seen, or one that ignores its environment (python -I, -E, -S, "
+            "sudo, a container). Type the command that starts the training, where it runs."
         )
     if not any(note.get("torch") for note in notes):
         return "it has not imported PyTorch. Type the command that starts the training."
     if not any(note.get("steps") for note in notes):
         return (
-            "PyTorch was imported, and no optimizer took a step. Does it train? A step that is "
-            "replayed from a CUDA graph as a whole isn't seen, nor is one without backward(): "
-            "diagnose the loop before it was captured or compiled as a whole."
+            "PyTorch was imported, and no optimizer took a step. Does it train? A step replayed "
+            "from a CUDA graph isn't seen, nor one without backward(): diagnose the plain loop."
         )
     return ""

@@ -70,8 +70,8 @@ class Calls:
             self._c_call(frame, argument)
         elif event == "call":
             if not self._writing() and _is_writer(frame):
-                code = frame.f_code  # Python 3.10 has no qualified name
-                what = getattr(code, "co_qualname", code.co_name)
+                # Python 3.10 has no qualified name.
+                what = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
                 self._begin(frame, "write", frame.f_back, what)
         elif self.open:
             # Equal, not the same: from Python 3.12 on a method is bound anew for its return.

@@ -99,14 +99,8 @@ class OwnOptimizer:
 
 
 def _parameter_below(losses: Any) -> list[Any]:
-    """A parameter that the backward pass from these losses reaches; none where there is none."""
-    seen: set[Any] = {None}
-    nodes = [loss.grad_fn for loss in (losses if isinstance(losses, Sequence) else [losses])]
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            return [node.variable]
-        if node not in seen:
-            seen.add(node)
-            nodes += [below for below, _ in node.next_functions]
-    return []
+    """A parameter that the backward pass reaches. What has a gradient has it from an input."""
+    node = (losses[0] if isinstance(losses, Sequence) else losses).grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = next((below for below, _ in node.next_functions if below is not None), None)
+    return [] if node is None else [node.variable]

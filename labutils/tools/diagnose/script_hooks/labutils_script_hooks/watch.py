@@ -35,7 +35,6 @@ from labutils_script_hooks.process_note import ProcessNote
 Stage = Enum("Stage", "SKIPPED TIMED FROM_IDLE WATCHED WARMING PROFILED DONE")
 WATCHED_STEPS = 2
 MOST_BATCHES = 64
-OWN_PROFILER = "it runs a profiler of its own. Turn that off for the diagnosis"
 
 
 class Watch:
@@ -103,7 +102,7 @@ class Watch:
     def profiler_begins(self, original: Callable[..., Any], profile: Any) -> Any:
         """A process has one profiler: where the script starts its own, ours gives way."""
         if self.profiler is None or profile is not self.profiler.profiler:
-            self.note.write(error=OWN_PROFILER)
+            self.note.write(error="it runs a profiler of its own. Turn that off for the diagnosis")
             if self.profiler is not None:
                 self._stop()
         return original(profile)
