@@ -176,30 +176,13 @@ def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> lis
 
 
 _TRANSPORT = r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)"
-_CHOSEN = r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+)"
-SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM,TUNING"}
-"""What has NCCL say what `read_nccl_log` looks for."""
+SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM"}
+"""What has NCCL say what `nccl_transports` looks for."""
 
 
-def read_nccl_log(text: str) -> dict[str, Any]:
-    """What NCCL tells (`SAY_ALL`) of the ways that it takes: `version`, `channels`, `network`,
-    `transports` (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), and
-    `chosen` (an all-reduce's bytes -> "RING, SIMPLE").
-
-    What a version does not say is absent. Its wording is no interface: see the log itself where a
-    number matters.
+def nccl_transports(text: str) -> dict[str, int]:
+    """The transports that NCCL says it takes (`SAY_ALL`), such as "P2P/CUMEM", "SHM/direct",
+    "NET/Socket/0", and how many connections by each. Its wording is no interface: see the log
+    itself where a number matters.
     """
-    version = re.search(r"NCCL version ([\d.]+)", text)
-    channels = re.search(r"(\d+) coll channels", text)
-    network = re.search(r"Using network (\w+)", text)
-    facts = {
-        "version": version and version[1],
-        "channels": channels and int(channels[1]),
-        "network": network and network[1],
-        "transports": dict(Counter(re.findall(_TRANSPORT, text))),
-        "chosen": {
-            int(size): f"{algorithm}, {protocol}"
-            for size, algorithm, protocol in re.findall(_CHOSEN, text)
-        },
-    }
-    return {name: value for name, value in facts.items() if value}
+    return dict(Counter(re.findall(_TRANSPORT, text)))

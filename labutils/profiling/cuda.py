@@ -119,6 +119,15 @@ def allocated_memory() -> float | None:
     return torch.cuda.memory_allocated() / GB if (torch := _torch()) else None
 
 
+def take_workspaces() -> None:
+    """Have cuBLAS take what it holds for the threads of forward and backward passes. Else the first
+    trainer's peak would contain it.
+    """
+    if torch := _torch():
+        one = torch.ones(64, 64, device="cuda", requires_grad=True)
+        (one @ one).sum().backward()
+
+
 def free_memory() -> float | None:
     """GPU memory that nobody uses, in 10^9 bytes; None without a GPU."""
     return torch.cuda.mem_get_info()[0] / GB if (torch := _torch()) else None

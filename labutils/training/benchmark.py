@@ -145,6 +145,7 @@ class Benchmark:
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
         probe_machine()  # now, while nothing else is on the device
+        cuda.take_workspaces()
 
     def compare(
         self,

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 SD = lab11_distributed.SD_RECIPE.but(accumulation=2, micro_batch=4)
 QWEN = lab11_distributed.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
+QWEN_WHOLE = QWEN.but(adapter="none", layers="published", loss="logits")
 
 
 def case(name: str, workload: str, recipe, alone: bool = False, **changes) -> Task:
@@ -36,7 +37,6 @@ def case(name: str, workload: str, recipe, alone: bool = False, **changes) -> Ta
 @pytest.fixture(scope="module")
 def measured() -> Ended:
     whole = {"adapter": "none"}
-    qwen_whole = lab11_distributed.QWEN_FULL_RECIPE.but(accumulation=2, micro_batch=1)
     tasks = [
         Task("all-reduce", "all-reduce", sizes=SIZES),
         case("share", "sd15-lora", SD, accumulation=1, alone=True),
@@ -51,8 +51,8 @@ def measured() -> Ended:
         case("qwen alone", "qwen3-lora-long", QWEN, alone=True),
         case("qwen ddp", "qwen3-lora-long", QWEN),
         case("qwen fsdp", "qwen3-lora-long", QWEN, parallel="fsdp"),
-        case("qwen full alone", "qwen3-lora-long", qwen_whole, alone=True),
-        case("qwen full fsdp", "qwen3-lora-long", qwen_whole, parallel="fsdp"),
+        case("qwen full alone", "qwen3-lora-long", QWEN_WHOLE, alone=True),
+        case("qwen full fsdp", "qwen3-lora-long", QWEN_WHOLE, parallel="fsdp"),
     ]
     return launch(tasks, 2, "cuda").or_raise()
 
@@ -110,8 +110,8 @@ def test_no_step_is_shorter_than_predicted(name, share, measured):
 
 
 def test_nccl_s_variables_are_taken():
-    settings = ({"NCCL_DEBUG": "INFO"}, {"NCCL_P2P_DISABLE": "1"})
-    usual, other = trials = [lab11_distributed.nccl_trial(2, each) for each in settings]
+    settings = ("NCCL_DEBUG=INFO", "NCCL_P2P_DISABLE=1")
+    usual, other = trials = [lab11_distributed.nccl_trial(2, words) for words in settings]
     assert usual.ok and other.ok
     assert usual.metrics["transport"] != other.metrics["transport"]
     assert lab11_distributed.truths(trials)["64 MiB without P2P, slower by"] > 1
