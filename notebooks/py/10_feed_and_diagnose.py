@@ -403,7 +403,7 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %%
 SCRIPT = """
-import time
+import sys, time
 from pathlib import Path
 import numpy as np, torch
 from PIL import Image
@@ -433,7 +433,7 @@ def ms_a_step(workers=0, steps=18):
     return 1e3 * (time.perf_counter() - began) / (steps - steps // 3)
 
 if __name__ == "__main__":
-    print(f"{ms_a_step():.1f} ms a step")
+    print(f"{ms_a_step(*map(int, sys.argv[1:])):.1f} ms a step")
 """
 script = folder / "train.py"
 script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
@@ -458,17 +458,18 @@ my_script: float | None = None  # for example 40
 lab.predict("workers shorten the script's step by", my_script, "%")
 
 # %%
-sys.path.insert(0, str(folder))
-import train
+def script_ms(*arguments):
+    """Of a step, by the script in a process of its own, as it was diagnosed."""
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return float(subprocess.check_output(command, text=True).split()[0])
+
 
 fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
-steps = max(
-    18, 6 * workers
-)  # workers begin with two batches each: those are gone when timing starts
+steps = max(18, 6 * workers)  # the first third isn't timed: workers begin with two batches each
 shares = []
-for _ in range(2 if tiny else 5):  # by turns, so that a slow moment is slow for both
-    plain, other = train.ms_a_step(), train.ms_a_step(workers, steps)
+for _ in range(2 if tiny else 3):  # by turns, so that a slow moment is slow for both
+    plain, other = script_ms(), script_ms(workers, steps)
     shares.append(1 - other / plain)
     print(f"{plain:.1f} ms a step, {workers} workers {other:.1f}: {shares[-1]:.0%} shorter")
 found = {"predicted": promised, "measured": median(shares)}
