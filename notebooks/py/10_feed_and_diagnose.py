@@ -268,7 +268,7 @@ beside = loop.but(num_workers=several, persistent_workers=True)
 kept = {"PNG": files, "JPEG": by_form["JPEG"], "memory map": mapped.pixels}
 ways = {form: (loop, those, {"format": form}) for form, those in kept.items()}
 in_memory = {"format": "resized", "in_memory": True}
-ways["resized, in memory"] = (loop, np.array(mapped.pixels), in_memory)
+ways["in memory"] = (loop, np.array(mapped.pixels), in_memory)
 for form in ["PNG"] if tiny else kept:
     many = {"format": form, "workers": several}
     ways[f"{form}, {several} workers"] = (beside, kept[form], many)
@@ -287,12 +287,12 @@ lab.verdict("A4.data.cache")
 # %%
 with lab.attempt("the law's picture"):
     waits, points = {}, {0: {}, several: {}}
-    for name, (recipe, _, form) in ways.items():
-        run, form = trained[name], form["format"]
+    for name, (recipe, *_) in ways.items():
+        run, form = trained[name], name.partition(",")[0]
         waits.setdefault(form, run.metric("data_ms"))  # r: the first is without workers
         spread = tuple(run.metrics["step_ms"][part] for part in ("p10", "median", "p90"))
         points[recipe.num_workers][form] = (waits[form], spread)
-    busy = trained["resized, in memory"].metric("step_ms") - waits["resized"]  # c
+    busy = trained["in memory"].metric("step_ms") - waits["in memory"]  # c
     threads = 1 if on_gpu else torch.get_num_threads()
     law = Pipeline(0.0, busy, usable_cores(), threads=threads, accumulation=1)
     reads = np.linspace(0, 1.15 * waits["PNG"], 25)

@@ -31,7 +31,7 @@
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU: two processes share it, with gloo in NCCL's place | ¾ minute |
+# | `tiny` | any CPU: two processes share it, with gloo in NCCL's place | 1 minute |
 # | `small` | two GPUs of 24 GB or more | 5 minutes |
 # | `full` | two GPUs of 80 GB or more | 6 minutes |
 #

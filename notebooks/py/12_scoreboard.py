@@ -296,6 +296,7 @@ A, B = (torch.randn(shape, device=lab.device) / WIDTH**0.5 for shape in ((8, WID
 adapter = (A.requires_grad_(), B.requires_grad_())
 
 
+# %%
 def stock_step(inputs, labels):
     """inputs [4, 128, WIDTH], labels [4, 128] (-100: nothing to learn) -> the mean loss, and the gradients of A and B"""
     A.grad = B.grad = None
