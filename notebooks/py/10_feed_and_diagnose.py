@@ -31,7 +31,7 @@
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU | ½ minute |
+# | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 40 GB | 5 minutes |
 #

@@ -47,6 +47,7 @@ from labutils.course.lab import open_lab
 lab = open_lab("10", globals())
 
 # %%
+import os
 import subprocess
 import sys
 import time
@@ -56,10 +57,12 @@ import matplotlib.pyplot as plt
 
 from labutils.course import plots
 from labutils.data import generated_images
+from labutils.recipe import Unavailable
 from labutils.results.records import Run, summarise
 
 plots.use_style()
 tiny = lab.scale == "tiny"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # it would tell how it was built
 
 
 # %%
@@ -176,7 +179,8 @@ print((free - torch.cuda.mem_get_info()[0]) / 1e9)
 with lab.attempt("TensorFlow's memory growth"):
     import tensorflow as tf
 
-    assert tf.config.list_physical_devices("GPU"), "it sees no GPU here"
+    if not tf.config.list_physical_devices("GPU"):
+        raise Unavailable("TensorFlow sees no GPU here")
     taken = {}
     for how in ("plain", "growing"):
         command = [sys.executable, "-c", TAKES, how]
