@@ -471,7 +471,7 @@ shares = []
 for _ in range(2 if tiny else 3):  # by turns, so that a slow moment is slow for both
     plain, other = script_ms(), script_ms(workers, steps)
     shares.append(1 - other / plain)
-    print(f"{plain:.1f} ms a step, {workers} workers {other:.1f}: {shares[-1]:.0%} shorter")
+    print(f"{plain:.1f} ms a step, with workers={workers} {other:.1f}: {other / plain - 1:+.0%}")
 found = {"predicted": promised, "measured": median(shares)}
 lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix": "workers"}))
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
