@@ -10,6 +10,7 @@ import torch
 from labutils.labs import lab09_peak_memory
 from labutils.profiling.machine import machine_facts, scale_for
 from labutils.profiling.memory import KINDS, AllocatorRecord, rounded
+from labutils.training.benchmark import compare
 from labutils.training.free_memory import make_room
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
@@ -36,6 +37,14 @@ def test_the_history_is_read_as_the_allocator_writes_it():
     assert kinds["temporaries"] == rounded(4 * 2**20)
     assert [name for _, name in memory.phases] == ["forward", "backward", "update"]
     assert memory.peak >= rounded(kept.nbytes) + 4 * 13 * 2**20
+
+
+def test_the_first_trainer_s_peak_contains_no_workspace():
+    workload = on_drawn_latents(open_workload("sd15-lora", "tiny"))
+    recipe = lab09_peak_memory.GRID["sd15-lora"]
+    runs = compare(workload, {"first": recipe, "second": recipe.but(seed=1)}, 1, rounds=1)
+    first, second = (runs[name].metric("peak_allocated_gb") for name in ("first", "second"))
+    assert first == pytest.approx(second, abs=0.01)  # a workspace is 0.03 GB
 
 
 @pytest.fixture(scope="module", params=lab09_peak_memory.GRID)
