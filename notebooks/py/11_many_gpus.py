@@ -620,7 +620,7 @@ def by_hand(network, micro_batches):
     """Leave in `.grad` the gradient of the mean of `loss_of` over all ranks and micro-batches."""
 
 
-my_result = None  # when it is written: torchrun([*helpers, by_hand], [judged])[0]
+my_result = None  # once it is written: torchrun([*helpers, by_hand], [judged])[0]
 print(check("11.4", my_result))
 
 # %% [markdown]
