@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from unittest import mock
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -205,6 +207,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def kill_rank_1() -> None:
+    """Kill the rank that this process's launch started, as soon as it has a process of its own: a
+    DataLoader worker."""
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if process.environ().get("RANK") == "1" and process.children():
+                    return process.kill()
+        time.sleep(0.1)
 
 
 class Products(TorchDispatchMode):

@@ -161,21 +161,13 @@ class Trainer:
             self.driver.step(batches or self.batches)
         self.step_count += 1
 
-    def run(
-        self,
-        steps: int,
-        checkpoint_every: int = 0,
-        after_step: Callable[[Trainer], None] | None = None,
-    ) -> None:
+    def run(self, steps: int, checkpoint_every: int = 0) -> None:
         """Step until the run has done `steps` optimizer steps.
 
-        checkpoint_every: save after every so many steps; 0: never. after_step: is called with the
-        trainer after every step.
+        checkpoint_every: save after every so many steps; 0: never.
         """
         while self.step_count < steps:
             self.step()
-            if after_step is not None:
-                after_step(self)
             if checkpoint_every and self.step_count % checkpoint_every == 0:
                 self.save()
 

@@ -229,9 +229,10 @@ def test_a_trainers_own_peak_counts_what_it_shares_once(before, built, held, pea
     assert benchmark.own_peak(peak, before, built, held) == pytest.approx(own)
 
 
-def test_the_same_batches_are_timed_in_every_round(workload):
-    seen = []
-    after_step = lambda trainer: seen.append(trainer.batches.taken)
-    with Benchmark(workload, warmup=0, same_batches=True, after_step=after_step) as bench:
+def test_the_same_batches_are_timed_in_every_round(workload, monkeypatch):
+    seen, step = [], Trainer.step
+    watching = lambda trainer: (step(trainer), seen.append(trainer.batches.taken))
+    monkeypatch.setattr(Trainer, "step", watching)
+    with Benchmark(workload, warmup=0, same_batches=True) as bench:
         bench.compare({"one": QUICK}, steps=2, rounds=2)
     assert seen[1:4] == seen[4:7]

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from labutils.labs.ladders import A2_BASE
 from labutils.layers.lora import adapter_state
 from labutils.training import Trainer
-from labutils.training.checkpoint import FILE, step_of
+from labutils.training.checkpoint import FILE
 from labutils.training.loss_log import NotFinite
 from labutils.workloads import open_workload
 
@@ -114,7 +114,6 @@ def flip_a_bit(path: Path) -> None:
 )
 def test_a_damaged_checkpoint_is_refused(damage, workload, folder):
     damage(folder / FILE)
-    assert step_of(folder) is None
     with pytest.raises(ValueError, match="is damaged"):
         Trainer(workload, QUICK, folder, resume=True)
 
@@ -123,7 +122,6 @@ def test_a_damaged_checkpoint_is_refused(damage, workload, folder):
 def test_another_recipes_checkpoint_is_refused_by_the_knobs_name(change, workload, folder):
     with pytest.raises(ValueError, match=f"{[*change][0]}="):
         Trainer(workload, QUICK.but(**change), folder, resume=True)
-    assert step_of(folder) == 1
 
 
 def test_another_workloads_checkpoint_is_refused_before_anything_changes(workload, folder):
