@@ -1,4 +1,4 @@
-"""Runs side by side: their steps, a sweep, a ladder of rungs, differences, utilisation."""
+"""Runs side by side: their steps, a sweep, a ladder of rungs, utilisation."""
 
 from __future__ import annotations
 
@@ -196,26 +196,6 @@ def _draw_lanes(ax: Axes, steps: Sequence[Run], heights: Sequence[float], floor:
         if floors := [(run.metric(floor), y) for run, y in own if run.metric(floor)]:
             ax.plot(*zip(*floors, strict=True), "|--", color=RUST, linewidth=1, zorder=2)
             layout.number(ax, f"floor {cell(floors[-1][0])} ms", floors[0][0], top, -4, color=RUST)
-
-
-def differences(
-    ax: Axes,
-    series: Mapping[str, Sequence[float]],
-    band: tuple[float, float],
-    band_label: str,
-    xlabel: str,
-) -> Axes:
-    """One row a name, a dot a difference, and behind them the `band` that they are held against."""
-    layout.make_room(ax, len(series), per_row=0.36)
-    ax.axvspan(*band, color=MIST, label=band_label, zorder=1)
-    ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
-    for row, values in enumerate(series.values()):
-        heights = [row + 0.4 * offset for offset in layout.jitter(len(values))]
-        ax.scatter(values, heights, s=26, color=NAVY, linewidth=0, zorder=3)
-    layout.rows(ax, list(series))
-    ax.set_xlabel(xlabel)
-    layout.legend(ax)
-    return ax
 
 
 def utilisation(
