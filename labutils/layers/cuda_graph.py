@@ -20,16 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cuda, cudnn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labutils.profiling import compat
 
-KERNELS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 WARM_UP = 3
 """Steps before a capture: they compile, choose algorithms and create library handles, none of which
 can be recorded.
@@ -43,13 +36,6 @@ def compile_from_nothing() -> None:
     folder = tempfile.mkdtemp(prefix="inductor-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-
-
-def attention_kernel(name: str) -> Any:
-    """A context in which scaled_dot_product_attention uses the named kernel; "auto" leaves the
-    choice to PyTorch.
-    """
-    return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
 
 
 DYNAMIC = {"static": False, "automatic": None, "any": True}

@@ -194,8 +194,6 @@ def distribute(
         device_ids=devices,
         broadcast_buffers=False,  # none is trained
         bucket_cap_mb=recipe.bucket_cap_mb or None,
-        gradient_as_bucket_view=recipe.gradient_as_bucket_view,
-        static_graph=recipe.static_graph,
     )
     setattr(model, name, wrapped)
     return wrapped

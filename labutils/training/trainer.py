@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 from labutils.data.loader import make_loader
 from labutils.layers.cuda_graph import (
-    attention_kernel,
     float32_rounded,
     timed_convolutions,
     variants_allowed,
@@ -153,7 +152,6 @@ class Trainer:
         trainer's own data). On a GPU it may still be running when this returns.
         """
         with (
-            attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
             float32_rounded(self.recipe.tf32),
             variants_allowed(self.recipe.compile, self.recipe.dynamic),

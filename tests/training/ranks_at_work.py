@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "ddp, each": ("sd15-lora", SD.but(synchronise="each", **FOUR)),
     "ddp, buckets": (
         "sd15-lora",
-        SD.but(bucket_cap_mb=1, gradient_as_bucket_view=True, static_graph=True, **WHOLE),
+        SD.but(bucket_cap_mb=1, **WHOLE),
     ),
     "ddp, workers": ("sd15-lora", SD.but(cache="nothing", num_workers=1, persistent_workers=True)),
     "ddp, folded": ("sd15-lora", SD.but(adapter="folded")),
