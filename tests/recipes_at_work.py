@@ -221,24 +221,15 @@ def kill_rank_1() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products whose second factor has no side of `wider_than` or less, and how often
-    is `attended`.
-
-    (On a CPU attention counts as an operation that draws: computed again by compiled code, it is
-    called through another.)
-    """
+    """Counts matrix products whose second factor has no side of `wider_than` or less."""
 
     supports_higher_order_operators = True
 
     def __init__(self, wider_than: int = 0) -> None:
         super().__init__()
-        self.wider_than, self.count, self.attended = wider_than, 0, 0
+        self.wider_than, self.count = wider_than, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.count += min(args[-1].shape) > self.wider_than
-        called = " ".join(
-            map(str, (func, *(arg for arg in args if not isinstance(arg, torch.Tensor))))
-        )
-        self.attended += "attention" in called and "backward" not in called
         return func(*args, **(kwargs or {}))
