@@ -192,7 +192,7 @@ class Trainer:
             "recipe": self.recipe.as_dict(),
             "workload": self._identity,
             "parameters": distributed.whole_parameters(self.parameters),
-            "optimizer": distributed.optimizer_state(self._trained, self.optimizer),
+            "optimizer": distributed.optimizer_state(self.optimizer),
             "scaler": self.driver.scaler.state_dict() if self.driver.scaler else {},
             "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
         }
@@ -213,7 +213,7 @@ class Trainer:
                     f"{mine[knob]!r}. Resume with the same settings, or start in another folder."
                 )
         distributed.take_parameters(self.parameters, state["parameters"])
-        distributed.load_optimizer_state(self._trained, self.optimizer, state["optimizer"])
+        distributed.load_optimizer_state(self.optimizer, state["optimizer"])
         if state["scaler"]:
             self.driver.scaler.load_state_dict(state["scaler"])
         self.step_count = state["step"]
@@ -226,10 +226,6 @@ class Trainer:
     @property
     def _identity(self) -> list[str]:
         return [getattr(self.workload, name) for name in ("name", "scale", "weights", "data")]
-
-    @property
-    def _trained(self) -> nn.Module:
-        return self.workload.trained(self.model)[1]
 
     def save(self) -> Path:
         """Write a checkpoint to resume from, atomically. Of several ranks the first one writes."""
@@ -246,7 +242,7 @@ class Trainer:
         """
         if self.recipe.adapter == "none":
             raise ValueError("adapter='none' trains all weights: there is no adapter. Use save().")
-        if distributed.is_sharded(self.parameters):
+        if any(hasattr(p, "full_tensor") for p in self.parameters):
             raise ValueError(
                 "parallel='fsdp' holds a part of the adapter on each rank. Use save(): one process "
                 "can resume from it and save the adapter."
