@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.backends import cuda, cudnn
 
 from labutils.profiling import compat
+from labutils.profiling.cuda import float32_products
 
 WARM_UP = 3
 """Steps before a capture: they compile, choose algorithms and create library handles, none of which
@@ -57,24 +58,15 @@ def timed_convolutions(wanted: bool) -> Iterator[None]:
         cudnn.benchmark = before
 
 
-@contextmanager
-def float32_rounded(what: str) -> Iterator[None]:
+def float32_rounded(what: str) -> AbstractContextManager:
     """A context in which the tensor cores round float32 inputs to TF32 as a recipe's `tf32` says.
 
     "convolutions" is PyTorch's own setting, and leaves everything as it is.
     """
     if what == "convolutions":
-        yield
-        return
-    places, wanted = (cuda.matmul, cudnn.conv), "tf32" if what == "everything" else "ieee"
-    before = [place.fp32_precision for place in places]
-    try:
-        for place in places:
-            place.fp32_precision = wanted
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
+        return nullcontext()
+    rounding = "tf32" if what == "everything" else "ieee"
+    return float32_products((cuda.matmul, cudnn.conv), rounding)
 
 
 VARIANTS = 64
