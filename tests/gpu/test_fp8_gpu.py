@@ -131,9 +131,9 @@ def test_our_delayed_scaling_has_transformer_engines_numbers(te):
     from transformer_engine.common.recipe import Format
 
     history = {"amax_history_len": 4, "amax_compute_algo": "max"}
-    recipe = TheirRecipe(fp8_format=Format.HYBRID, margin=2, **history)
+    recipe = TheirRecipe(fp8_format=Format.HYBRID, **history)
     layer = te.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    ours = DelayedScaling(4, margin=2)
+    ours = DelayedScaling(4)
     for step, size in enumerate([1.0, 2.0, 100.0, 3.0, 4.0, 4.0, 5.0, 0.5, 0.0, 6.0]):
         x = random(32, 64, seed=step).bfloat16() * size
         with te.autocast(enabled=True, recipe=recipe):
