@@ -25,37 +25,20 @@ PLAIN = STOCK.but(precision="fp32", driver="eager", adapter="plain")
 """The plain loop: what every other recipe's gradients are held against."""
 
 
-class Remembered(Dataset):
-    """Rows that are decoded once for all tests."""
-
-    def __init__(self, rows: Dataset) -> None:
-        self.rows = rows
-        self.known: dict[int, dict] = {}
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict:
-        if index not in self.known:
-            self.known[index] = self.rows[index]
-        return self.known[index]
-
-
-class DecodedOnce(DiffusionLora):
+def sd_workload() -> DiffusionLora:
     """Stable Diffusion whose images are decoded once for all trainers."""
-
-    decoded: Remembered | None = None
-
-    def dataset(self, model: nn.Module | None, recipe: Recipe) -> Dataset:
-        if recipe.cache != "nothing":
-            return super().dataset(model, recipe)
-        self.decoded = self.decoded or Remembered(super().dataset(model, recipe))
-        return self.decoded
-
-
-def sd_workload() -> DecodedOnce:
     opened = open_workload("sd15-lora", scale="tiny", device="cpu")
-    opened.__class__ = DecodedOnce
+    examples, decoded = opened.dataset, []
+
+    def dataset(model: nn.Module | None, recipe: Recipe) -> Dataset | list[dict]:
+        if recipe.cache != "nothing":
+            return examples(model, recipe)
+        if not decoded:
+            rows = examples(None, recipe)
+            decoded.extend(rows[index] for index in range(len(rows)))
+        return decoded
+
+    opened.dataset = dataset
     return opened
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from decoders_at_work import (
     batch_of,
-    losses_of,
     outcome,
     outcome_of,
 )
@@ -28,7 +27,6 @@ from labutils.labs.ladders import A3_BASE
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
-from labutils.training import Trainer
 from labutils.workloads import SCALES, open_workload
 from labutils.workloads.base import around_the_same
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
@@ -380,19 +378,6 @@ def test_what_work_counts(workload):
 
 # -------------------------------------------------------------------------------------------------
 # Training
-
-
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
-def test_a_packed_run_resumes_where_it_stopped(name, tmp_path):
-    """Two steps, a checkpoint, and two more in another trainer end as four in a row do."""
-    workload, recipe = opened(name), PACKED.but(micro_batch=1)
-    with Trainer(workload, recipe, folder=tmp_path) as first:
-        first.run(2)
-        first.save()
-    with Trainer(workload, recipe, folder=tmp_path, resume=True) as second:
-        second.run(4)
-        second.driver.log.flush()
-    assert losses_of(workload, recipe, 4)[2:] == pytest.approx(second.losses, rel=1e-6)
 
 
 def test_a_saved_adapter_has_pefts_names(workload, tmp_path):

@@ -217,18 +217,6 @@ def test_what_a_library_compiles_is_noticed():
     assert benchmark.graphs_so_far() == before + 1
 
 
-@pytest.mark.parametrize(
-    ("before", "built", "held", "peak", "own"),
-    [
-        (15.0, 15.1, 15.1, 33.1, 33.1),  # all frozen weights were, the adapters weren't
-        (15.0, 19.1, 5.1, 25.0, 11.0),  # 1 GB is shared, the rest held anew in four bits
-        (20.0, 35.1, 15.1, 53.0, 33.0),  # others' memory, nothing shared
-    ],
-)
-def test_a_trainers_own_peak_counts_what_it_shares_once(before, built, held, peak, own):
-    assert benchmark.own_peak(peak, before, built, held) == pytest.approx(own)
-
-
 def test_the_same_batches_are_timed_in_every_round(workload, monkeypatch):
     seen, step = [], Trainer.step
     watching = lambda trainer: (step(trainer), seen.append(trainer.batches.taken))
