@@ -15,7 +15,7 @@ from decoders_at_work import (
     outcome,
     outcome_of,
 )
-from recipes_at_work import Products, adapter_gradients, assert_same_gradients, one_thread, perturb
+from recipes_at_work import Products, adapter_gradients, assert_same_gradients, perturb
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
@@ -51,10 +51,7 @@ NAMES = ("qwen3-lora-long", "gpt-oss-lora-long", "llava-lora-varied")
 META = torch.device("meta")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from recipes_at_work import (
     Watched,
     assert_same_gradients,
     assert_same_path,
-    one_thread,
     sd_workload,
     watch,
     watch_trainer,
@@ -32,10 +31,7 @@ CLIPPED = PLAIN.but(max_grad_norm=0.07)
 """Gradients of these two steps have norms of 0.082 and 0.068: one is clipped and one is not."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")

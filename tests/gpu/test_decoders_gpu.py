@@ -16,8 +16,6 @@ from labutils.profiling.recompilation import Compilation
 from labutils.training import Trainer
 from labutils.workloads import open_workload
 
-pytestmark = pytest.mark.gpu
-
 BASES = {"llava-lora-varied": A2_BASE, "qwen3-lora-long": A3_BASE, "gpt-oss-lora-long": A3_BASE}
 
 

@@ -20,7 +20,6 @@ from labutils.training.launcher import Ended, launch
 from labutils.workloads import open_workload
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
     pytest.mark.timeout(600),
 ]

@@ -31,10 +31,7 @@ from labutils.layers.quantization.fp8_math import (
 )
 from labutils.recipe import Unavailable
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("full_float32"),
-]
+pytestmark = pytest.mark.usefixtures("full_float32")
 
 fp8_only = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),

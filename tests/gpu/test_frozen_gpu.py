@@ -19,7 +19,6 @@ from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF
 from labutils.profiling import cuda
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.usefixtures("full_float32"),
     pytest.mark.parametrize("kind", [FrozenFP8Linear, FrozenNF4Linear, FrozenNF4FP8Linear]),
 ]

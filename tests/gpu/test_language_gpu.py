@@ -12,8 +12,6 @@ from labutils.layers.activation_checkpoint import Parking, offloading
 from labutils.layers.grouped_moe import grouped_experts
 from labutils.layers.packed_attention import _with_sinks, document_attention
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.mark.parametrize("sinks", [True, False], ids=["sinks", "no sinks"])
 @pytest.mark.parametrize("window", [None, 32])

@@ -18,8 +18,6 @@ from labutils.profiling.utilization import Energy
 from labutils.training import Trainer
 from labutils.workloads import open_workload
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def dense():

@@ -13,8 +13,6 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.operations import course_operations, measure_operation
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def probed():

@@ -9,8 +9,6 @@ from torch.profiler import record_function
 from labutils.profiling.trace import profile
 from labutils.profiling.utilization import Utilization
 
-pytestmark = pytest.mark.gpu
-
 
 class Training:
     """Work with three waits a step: a copy from pageable memory, and two reads of the loss.

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from recipes_at_work import PLAIN, one_thread, sd_workload
+from recipes_at_work import PLAIN, sd_workload
 from torch import nn
 
 from labutils.profiling.roofline import Roofline
@@ -19,10 +19,7 @@ from labutils.training import Benchmark, Trainer, benchmark, compare, train, tra
 QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")

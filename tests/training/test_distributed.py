@@ -13,7 +13,6 @@ import pytest
 import ranks_at_work
 import torch
 from ranks_at_work import CASES, SD, opened, perturbed
-from recipes_at_work import one_thread
 
 from labutils.recipe import STOCK
 from labutils.training import Trainer, distributed
@@ -21,10 +20,7 @@ from labutils.training import Trainer, distributed
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")

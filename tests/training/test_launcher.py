@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from ranks_at_work import SD
-from recipes_at_work import kill_rank_1, one_thread
+from recipes_at_work import kill_rank_1
 
 from labutils.recipe import Unavailable
 from labutils.training import distributed, launcher
@@ -21,11 +21,7 @@ from labutils.training.launch_worker import RankStatus, Task, Timed
 from labutils.training.launcher import Ended, launch
 from labutils.workloads import open_workload
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 def trained(name: str, steps: int, **changes) -> Task:

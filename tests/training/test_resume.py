@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from interrupted_runs import CASES, EAGER, STEPS, WHILE_SAVING, Case, final, opened
-from recipes_at_work import copied, one_thread
+from recipes_at_work import copied
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from labutils.labs.ladders import A2_BASE
@@ -27,10 +27,7 @@ from labutils.workloads import open_workload
 QUICK = EAGER.but(cache="latents+text")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")

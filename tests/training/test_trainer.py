@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from recipes_at_work import PLAIN, copied, one_thread, sd_workload
+from recipes_at_work import PLAIN, copied, sd_workload
 
 from labutils.data.loader import EpochOrder, EveryNth
 from labutils.layers.lora import adapter_state
@@ -15,11 +15,7 @@ from labutils.training import Trainer
 from labutils.training.batches import Batches
 from labutils.training.step import GraphStep
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
