@@ -4,7 +4,6 @@ transformers' own, the arithmetic against PyTorch's counter, and what is compile
 from __future__ import annotations
 
 import functools
-import pickle
 
 import peft
 import pytest
@@ -157,10 +156,6 @@ def test_loss_and_gradients_are_transformers(workload, shapes):
     assert_is_reference(workload, SHAPES[shapes].but(layers="rewritten"), FIVE)
 
 
-def test_padding_changes_nothing_in_transformers_own(workload):
-    assert_is_reference(workload, SHAPES["padded"], FIVE)
-
-
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -281,15 +276,6 @@ def test_forms_of_batches(workload):
 def test_an_example_that_does_not_fit_is_refused(workload):
     with pytest.raises(ValueError, match="token_budget"):
         workload.collate(PACKED.but(token_budget=512))
-
-
-def test_batches_can_be_made_in_workers(workload):
-    collate, rows = (
-        pickle.loads(pickle.dumps(part))
-        for part in (workload.collate(PACKED), workload.dataset(None, PACKED))
-    )
-    batch, expected = collate([rows[1], rows[2]]), batch_of(workload, PACKED, (1, 2))
-    assert all(torch.equal(batch[name], tensor) for name, tensor in expected.items())
 
 
 def test_the_processor_makes_as_many_tokens(llava):

@@ -12,7 +12,6 @@ from torch.nn.functional import cosine_similarity
 
 from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.cuda_graph import compile_blocks
-from labutils.profiling.recompilation import Compilation
 from labutils.training import Trainer
 from labutils.workloads import open_workload
 
@@ -92,17 +91,6 @@ def test_bfloat16_is_near_transformers_float32(workload, ours, packed, shapes):
         assert_same_gradients(found, gradients, rtol=0.1)
     for name, gradient in gradients.items():
         assert cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.9, name
-
-
-def test_packed_blocks_compile_without_breaks(workload, packed, nothing_compiled):
-    """The decoder's first block, whose input needs no gradient, its others, and the vision tower's
-    block.
-    """
-    recipe = packed.but(compile="default", compile_scope="blocks")
-    with Compilation() as compiled, Trainer(workload, recipe) as trainer:
-        trainer.run(5)
-    assert compiled.graphs == (3 if workload.name.startswith("llava") else 2)
-    assert compiled.breaks.total() == 0
 
 
 @pytest.mark.parametrize(

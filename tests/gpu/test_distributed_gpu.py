@@ -12,9 +12,8 @@ import torch
 from recipes_at_work import kill_rank_1
 
 from labutils.labs import lab11_distributed
-from labutils.profiling import cuda, ddp_model
+from labutils.profiling import ddp_model
 from labutils.profiling.collectives import SIZES, Link
-from labutils.recipe import Unavailable
 from labutils.training.launch_worker import Task, Timed
 from labutils.training.launcher import Ended, launch
 from labutils.workloads import open_workload
@@ -118,8 +117,3 @@ def test_a_rank_dies_and_the_other_s_word_is_kept():
     Thread(target=kill_rank_1, daemon=True).start()
     first, *others = launch([endless], 2, "cuda", 200).message.splitlines()
     assert first == "Rank 1 was killed by SIGKILL in *endless*." and others
-
-
-def test_more_ranks_than_gpus_are_refused():
-    with pytest.raises(Unavailable, match="GPUs, one each"):
-        launch([], cuda.count() + 1, "cuda")

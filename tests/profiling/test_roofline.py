@@ -15,7 +15,6 @@ from labutils.profiling.operations import (
     course_operations,
     measure_operation,
 )
-from labutils.profiling.roofline import Roofline
 from labutils.profiling.step_model import CARDS
 
 
@@ -62,14 +61,6 @@ def test_published_peaks_of_the_course():
 def test_find_spec_by_the_drivers_name(driver_name, memory_gb, name):
     spec = find_spec(driver_name, memory_gb)
     assert (spec and spec.name) == name
-
-
-def test_roofline_floor_and_ridge():
-    roof = Roofline(rate=100.0, bandwidth=1000.0)  # 100 TFLOP/s, 1 TB/s
-    assert roof.ridge == 100
-    assert [roof.attainable(intensity) for intensity in (10, 100, 1000)] == [10, 100, 100]
-    assert roof.floor_ms(flops=1e12, bytes=1e9) == pytest.approx(10)  # arithmetic
-    assert roof.floor_ms(flops=1e9, bytes=1e10) == pytest.approx(10)  # memory
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from recipes_at_work import PLAIN, sd_workload
 from torch import nn
 
 from labutils.profiling.roofline import Roofline
-from labutils.recipe import STOCK, Recipe
+from labutils.recipe import Recipe
 from labutils.results.records import Results, summarise
 from labutils.training import Benchmark, Trainer, benchmark, compare, train, trainer
 
@@ -198,12 +198,6 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(
         before = candidate.trainer.step_count
         assert len(candidate.measure(1).step_ms) == 1
         assert candidate.trainer.step_count - before == rounds
-
-
-def test_steps_that_find_batches_ready_are_those_of_one_rank():
-    recipe = STOCK.but(num_workers=2, prefetch_factor=2, accumulation=8)
-    assert [benchmark.steps_to_drain(recipe, ranks) for ranks in (1, 2, 8)] == [2, 2, 5]
-    assert benchmark.steps_to_drain(recipe.but(num_workers=0)) == 1
 
 
 def test_what_a_library_compiles_is_noticed():
