@@ -112,7 +112,7 @@ def results_with_it(folder: Path, reference: Path, *stems: str) -> Path:
         shutil.copy(reference / f"{stem}.ipynb", notebooks)
     nbformat.write(planted(), notebooks / f"{STEM}.ipynb")
     machine = {"cpu": "Intel(R) Xeon(R) Processor", "cores": 2, "ram_gb": 24.9, "os": "Debian 12"}
-    stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456", "at": "2026-11-20T10:20:30+00:00"}
+    stamp = {"schema": 1, "lab": "42", "commit": "c0ffee123456", "at": "2026-11-20T10:20:30+00:00"}
     run = {"run": "one", "status": "ok", "machine": machine, "versions": {"numpy": "2.5.2"}}
     stale = run | {"commit": "0ld", "machine": machine | {"cpu": "Another"}}
     parameters = {"scale": "tiny", "weights": "random"}

@@ -32,7 +32,8 @@ from labutils.profiling import cuda
 from labutils.profiling.machine import default_device, machine_facts, meant_for, scale_for
 from labutils.recipe import Recipe, is_finite
 from labutils.results import records
-from labutils.results.records import Run, Tag
+from labutils.results.records import Run
+from labutils.results.schema1_migration import Tag
 from labutils.workloads.lazy_imports import import_unseen
 
 _FOR_MACHINES = ("wall_ms", "build_s", "flops_per_step", "examples_per_s", "tflops")

@@ -27,12 +27,12 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from labutils.recipe import Unavailable
+from labutils.results.schema1_migration import Tag, number_today, tags_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 2
-Tag = str | int | float | bool
 Wanted = Tag | tuple[Tag, ...]
 """A tag that is asked for, or several of which any will do."""
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -295,13 +295,14 @@ def _is_cut_off(file: IO[bytes]) -> bool:
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a results.jsonl: its sound `records`, and (line, what is wrong with it) of
-    all others. The file itself is left as it is.
+    """What was read of a results.jsonl: its sound `records`, (line, what is wrong with it) of all
+    others, and how many records were `migrated` from schema 1. The file itself is left as it is.
     """
 
     path: Path
     records: list[dict[str, Any]]
     passed_over: list[tuple[int, str]]
+    migrated: int = 0
 
     def complaint(self) -> str:
         """Which lines were passed over and why, and what to type; empty where none was."""
@@ -328,14 +329,15 @@ def read_file(path: Path) -> Reading:
             f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
             "you may read, as in: --results results/NAME"
         ) from None
-    records, passed_over = [], []
+    records, passed_over, migrated = [], [], 0
     for number, line in enumerate(lines, 1):
         read = _record_of(line) if line.strip() else None
         if isinstance(read, dict):
+            migrated += read.get("schema") == 1
             records.append(read | {"schema": SCHEMA})
         elif read:
             passed_over.append((number, read))
-    return Reading(path, records, passed_over)
+    return Reading(path, records, passed_over, migrated)
 
 
 def check_usable(readings: Sequence[Reading]) -> None:
@@ -347,7 +349,7 @@ def check_usable(readings: Sequence[Reading]) -> None:
 
 
 def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """All records of a results.jsonl or of the folder that holds it.
+    """All records of a results.jsonl or of the folder that holds it, migrated to today's schema.
 
     A line that can't be used is passed over without a word. Returns [] where there is no such file.
     """
@@ -383,8 +385,13 @@ def _record_of(line: str) -> dict[str, Any] | str:
         return "is beyond Python's limits"
     if not isinstance(record, dict):
         return "is no JSON object"
-    if record.get("schema", SCHEMA) != SCHEMA:
-        return f"has schema {record['schema']!r:.40}, and this version reads {SCHEMA}"
+    if record.get("schema", SCHEMA) not in (1, SCHEMA):
+        return f"has schema {record['schema']!r:.40}, and this version reads 1 and {SCHEMA}"
+    lab, run = record.get("lab"), record.get("run")
+    if not record.get("tags") and isinstance(lab, str) and isinstance(run, str) and lab:
+        record["tags"] = tags_of(lab, run)
+    if record.get("schema") == 1 and isinstance(lab, str):
+        record["lab"] = number_today(lab, record.get("tags", {}).get("experiment"))
     if not (wrong := _unsound(record)) and "recipe" in record:
         record["recipe"] = {k: v for k, v in record["recipe"].items() if k not in RETIRED}
     return wrong or record

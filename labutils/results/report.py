@@ -39,6 +39,7 @@ class Page:
     labs_done: list[str]
     records: list[dict[str, Any]] = field(default_factory=list)
     passed_over: list[str] = field(default_factory=list)
+    migrated: int = 0
 
 
 def main(results: Path | None, as_json: bool) -> int:
@@ -113,6 +114,7 @@ def read_page(files: Iterable[Path], reference: Path) -> Page:
         labs_done=sorted({r["lab"] for r in kept if r.get("status") == "done"}),
         records=kept,
         passed_over=[reading.complaint() for reading in readings if reading.passed_over],
+        migrated=sum(reading.migrated for reading in readings),
     )
 
 
@@ -207,5 +209,7 @@ def _print_sources(console: Any, page: Page) -> None:
         console.print(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}.")
     else:
         console.print("No results of this machine yet. Type: labutils run")
+    if page.migrated:
+        console.print(f"{page.migrated} records have schema 1: their names gave them their tags.")
     for complaint in page.passed_over:
         console.print(f"Passed over: {complaint}", soft_wrap=True)

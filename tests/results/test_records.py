@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from labutils.recipe import Unavailable
 from labutils.results import records
 from labutils.results.records import REFERENCE, Results, Run, Runs, read_file, read_runs, to_frame
+from labutils.results.schema1_migration import tags_of
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -76,6 +77,19 @@ def test_each_host_keeps_its_newest_run():
 
 
 
+@pytest.mark.parametrize(
+    ("lab", "name", "expected"),
+    [
+        ("03", "workers=8", {"experiment": "workers", "workers": 8}),
+        ("08", "moe long, captured, delay 2.5 us", {"variant": "captured", "delay_us": 2.5}),
+        ("10", "qwen full ddp 4 no_sync", {"trained": "full", "ranks": 4, "sync": "no_sync"}),
+        ("03", "my own", {"experiment": "my own"}),
+    ],
+)
+def test_names_of_schema_1_get_tags(lab, name, expected):
+    assert expected.items() <= tags_of(lab, name).items()
+
+
 # The file
 
 
@@ -117,7 +131,7 @@ def test_several_processes_append_to_one_file_at_once(tmp_path):
 
 
 LINES = (
-    ('{"schema": 1, "lab": "03", "run": "workers=3"}', "schema 1"),
+    ('{"schema": 1, "lab": "03", "run": "workers=3"}', ""),
     ('{"schema": 3, "lab": "03", "run": "x", "tags": {"experiment": "x"}}', "schema 3"),
     ('{"schema": 2, "lab": "03", "run": "work', "cut off"),
     ("hello", "JSON"),
@@ -141,17 +155,19 @@ def test_each_line_that_can_not_be_used_is_named_and_nothing_is_lost(tmp_path):
     before = file.read_bytes()
     reading = read_file(file)
     assert [r.get("run", r.get("status")) for r in reading.records] == [
-        *("by hand, no tags", "done")
+        *("workers=3", "by hand, no tags", "done")
     ]
     assert {record["schema"] for record in reading.records} == {records.SCHEMA}
-    (by_hand,) = records.runs_of(reading.records)
-    assert by_hand.label == "by hand, no tags"
+    assert reading.migrated == 1
+    workers, by_hand = records.runs_of(reading.records)
+    assert workers.tags == {"experiment": "workers", "workers": 3}
+    assert by_hand.tags == {"experiment": "by hand, no tags"}
     wrong = [(at, word) for at, (_, word) in enumerate(LINES, 1) if word]
     assert [at for at, _ in reading.passed_over] == [at for at, _ in wrong]
     for (_, said), (_, word) in zip(reading.passed_over, wrong, strict=True):
         assert word in said
     told = reading.complaint()
-    assert str(file) in told and "line 1 has schema 1" in told
+    assert str(file) in told and "line 2 has schema 3" in told
     assert f"labutils run LAB --force --results {tmp_path}" in told
     Results(tmp_path).append(Run("03", "later", tags={"experiment": "later"}))
     assert file.read_bytes().startswith(before)
