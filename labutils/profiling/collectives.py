@@ -127,8 +127,8 @@ def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[flo
     On GPUs: NCCL's kernels, against all others. A kernel of NCCL also runs while it waits for the
     other ranks' data, so that ranks out of step show as communication. On a CPU: from where gloo is
     given a message to where it is through, against operators that compute. Metrics:
-    `communication_share`, `exposed_communication_share` (of wall time), and `communication_ms`,
-    `exposed_communication_ms` a step. The lists hold start and end, start and end, ... of computing
+    `communication_share`, `exposed_communication_share` (of wall time), and `communication_ms` a
+    step. The lists hold start and end, start and end, ... of computing
     and of communicating, in ms from that step's beginning.
     """
     talking, computing = _times(trace)
@@ -138,7 +138,6 @@ def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[flo
         "communication_share": total(talking) / wall,
         "exposed_communication_share": total(exposed) / wall,
         "communication_ms": total(talking) / trace.steps,
-        "exposed_communication_ms": total(exposed) / trace.steps,
     }
     window = min(
         trace.step_windows, key=lambda step: abs(_share(exposed, step) - total(exposed) / wall)
@@ -164,9 +163,9 @@ def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:
     return trace.time_of(talking), trace.time_of(computing)
 
 
-def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> list[float]:
+def _drawable(times: list[Interval], window: Interval) -> list[float]:
     """A picture's worth of intervals: those less than a grain of the window apart are one."""
-    grain = (window[1] - window[0]) / grains
+    grain = (window[1] - window[0]) / 500
     joined = union((start, end + grain) for start, end in overlap(times, [window]))
     return [round(at - window[0], 4) for start, end in joined for at in (start, end - grain)]
 

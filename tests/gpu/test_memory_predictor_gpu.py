@@ -15,10 +15,7 @@ from labutils.training.free_memory import make_room
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_the_history_is_read_as_the_allocator_writes_it():

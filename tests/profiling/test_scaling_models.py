@@ -12,22 +12,11 @@ from labutils.profiling.collectives import (
     nccl_transports,
     read_topology,
 )
-from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.trace import Trace
 from labutils.results.records import Run
 
 MIB = 2**20
 LINK = Link((1024.0, 2.0**20, 2.0**28), (0.02, 0.05, 2.0))
-
-
-def test_workers_are_needed_until_they_keep_up():
-    pipeline = Pipeline(read_ms=80, compute_ms=20, cores=16, accumulation=1)
-    expected = [100, 80, 40, 80 / 3, 20, 20, 20]
-    assert [pipeline.step_ms(n) for n in (0, 1, 2, 3, 4, 8, 12)] == pytest.approx(expected)
-    few_cores = Pipeline(read_ms=60, compute_ms=20, cores=2, accumulation=1)
-    assert few_cores.step_ms(8) == 40  # (60 + 20) / 2, although 60 / 8 and 20 are both less
-    taking = Pipeline(10, 20, 16, hand_over_ms=5)
-    assert (taking.step_ms(0), taking.step_ms(2)) == (4 * 30, 4 * 25)
 
 
 def alone(lead, sizes, **metrics):
