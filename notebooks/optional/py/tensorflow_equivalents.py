@@ -112,7 +112,8 @@ with lab.attempt("TensorFlow's mixed precision"):
     tf.keras.mixed_precision.set_global_policy("float32")
     lab.keep(runs)
     fig, ax = plt.subplots()
-    plots.steps(ax, runs)
+    ax.barh(list(runs), [run.metric("step_ms") for run in runs.values()])
+    ax.set_xlabel("ms, median")
     plt.show()
 lab.verdict("A4.tensorflow.mixed-precision");
 # %% [markdown]
@@ -153,7 +154,8 @@ with lab.attempt("TensorFlow's input pipeline"):
         runs[case] = timed(case, partial(next, batches), steps=2 * epoch, untimed=epoch)
     lab.keep(runs)
     fig, ax = plt.subplots()
-    plots.steps(ax, runs)
+    ax.barh(list(runs), [run.metric("step_ms") for run in runs.values()])
+    ax.set_xlabel("ms, median")
     plt.show()
 lab.show(runs.values(), columns, experiment="tensorflow")
 lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
