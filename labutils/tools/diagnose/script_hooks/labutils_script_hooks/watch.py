@@ -274,6 +274,7 @@ class Watch:
             on_trace_ready=self._export if _is_first_rank() else None,
             record_shapes=True,
         )
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # of one cycle
         try:
             self.profiler.start()
         except (RuntimeError, AssertionError) as error:
