@@ -10,10 +10,10 @@ from gpu_steps import Steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labutils.profiling.products import Rates
 from labutils.profiling.trace import Trace
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
-from labutils.tools.diagnose.matmul_rates import Rates
 from labutils.tools.diagnose.step_queue import (
     READ,
     SPREAD,
@@ -128,7 +128,8 @@ def test_tiny_kernels():
 
 
 def test_float32_products():
-    steps = three(lambda s: products(s, name="cutlass_80_simt_sgemm", types=("float",) * 2))
+    fp32 = {"gpu": 2700.0, "name": "cutlass_80_simt_sgemm", "types": ("float",) * 2}
+    steps = three(lambda s: products(s, **fp32))
     gain = diagnose(of_steps(steps)).fix("precision").gain
     assert gain == pytest.approx(1 - 1 / 12, abs=0.08)
 
@@ -191,7 +192,8 @@ def waiting(steps):
 )
 def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
     loader = {"num_workers": workers, "pin_memory": False}
-    evidence = of_steps(three(waiting), 5.0, loader=loader, fetch_cpu_ms=fetch_cpu_ms)
+    facts = {"loader": loader, "fetch_cpu_ms": fetch_cpu_ms, "batch_facts": [batch(bytes=1e5)]}
+    evidence = of_steps(three(waiting), 5.0, **facts)
     fix = fixes.workers(replace(evidence, cores=cores))
     assert (fix.gain > 0.5) == helps
     assert evidence.budget[budget.DATA] == pytest.approx(5.0, rel=0.1)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from labutils.tools.diagnose import diagnose, report, sources
+from labutils.tools.diagnose import diagnose, report, sources, trial
 from labutils.tools.diagnose.script import NoDiagnosis, Stages, watch
+from labutils.tools.diagnose.sources import short
 
 FAILED, WRONG_USAGE = 1, 2
 
@@ -24,17 +26,23 @@ def main(
     keep_going: bool = False,
     folder: Path | None = None,
     as_json: bool = False,
+    try_fixes: bool = False,
+    page: Path | None = None,
 ) -> int:
     """Diagnose a script or a trace, print the diagnosis, and return the exit code."""
     if bool(command) == (trace is not None):
         words = "give one of: a script after two dashes (-- python train.py), or --trace FILE"
         return _refuse(words, WRONG_USAGE)
+    if try_fixes and trace is not None:
+        return _refuse("--try runs a script again: give one, and no --trace.", WRONG_USAGE)
     exit_code = None
     try:
         if trace is not None:
             evidence = sources.of_trace(trace)
         else:
             exit_code, evidence = watch(command, stages, keep_going, folder)
+            files = (*evidence.files, *(word for word in command if word.endswith(".py")))
+            evidence = replace(evidence, files=tuple(dict.fromkeys(map(short, files))))
     except NoDiagnosis as error:
         return _refuse(str(error), WRONG_USAGE if error.usage else FAILED)
     except ValueError as error:
@@ -43,6 +51,11 @@ def main(
         why = (error.strerror or str(error)).lower()
         return _refuse(f"{error.filename} can't be read: {why}", WRONG_USAGE)
     diagnosis = diagnose(evidence)
+    if try_fixes and not exit_code:
+        found = trial.tries(diagnosis, command, stages or Stages())
+        diagnosis = replace(diagnosis, tries=found)
+    if page is not None:
+        page.write_text(report.page(diagnosis), encoding="utf-8")
     if as_json:
         print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False))
     else:

@@ -10,12 +10,12 @@ from typing import Any
 
 from labutils.profiling.intervals import difference, total, union
 from labutils.profiling.machine import default_device, usable_cores
+from labutils.profiling.products import Rates, recomputed
 from labutils.profiling.trace import Trace
 from labutils.tools.diagnose import budget
 from labutils.tools.diagnose.evidence import Evidence, Line, Loader, Optimizer
-from labutils.tools.diagnose.matmul_rates import Rates
 from labutils.tools.diagnose.step_queue import Queue, fitted
-from labutils.tools.diagnose.trace_pieces import queue_of, recomputed
+from labutils.tools.diagnose.trace_pieces import queue_of
 
 
 def of_trace(path: str | Path) -> Evidence:
@@ -79,6 +79,7 @@ def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
         memory_gb=(config["peak_gb"], config["memory_gb"]) if "peak_gb" in config else None,
         config=config,
         notes=_notes(record),
+        files=tuple({short(row["place"]).rpartition(":")[0] for row in record["calls"]}),
     )
 
 
@@ -106,6 +107,7 @@ def _of(
         log_ms=log_ms,
         cores=usable_cores(),
         recomputed=recomputed(trace),
+        timeline=trace.timeline(),
     )
 
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+from labutils_script_hooks import fixes_in_place
 from labutils_script_hooks.process_note import ProcessNote
-from labutils_script_hooks.watch import Watch
 
 
 class WhenImported(importlib.abc.MetaPathFinder):
@@ -55,6 +55,6 @@ def prepare(settings: str) -> None:
 
     def start_watch() -> None:
         note.write(torch=True)
-        Watch(given, note).install()
+        fixes_in_place.watch(given, note).install()
 
     sys.meta_path.insert(0, WhenImported("torch", start_watch))
