@@ -57,7 +57,10 @@ def _waiting_lines(trace: Trace) -> tuple[Line, ...]:
 def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
     """Evidence of a watched script: what the hooks wrote down, and its profiled steps' trace."""
     config, batches = record["config"], record["batch_facts"]
-    step_ms, data_ms = statistics.median(record["step_ms"]), statistics.median(record["data_ms"])
+    step_ms = statistics.median(record["step_ms"])
+    data_ms = statistics.median(record["data_ms"])
+    if record["loader"] and record["loader"]["num_workers"] == 0:
+        data_ms = _fetching_ms(data_ms, trace)
     writes = _lines(record, "write")
     log_ms = min(sum(line.ms for line in writes), max(0.0, step_ms - data_ms))
     from_idle = statistics.median(record["host_step_ms"]) if record["host_step_ms"] else None
@@ -81,6 +84,15 @@ def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
         notes=_notes(record),
         files=tuple({short(row["place"]).rpartition(":")[0] for row in record["calls"]}),
     )
+
+
+def _fetching_ms(data_ms: float, trace: Trace) -> float:
+    """What of a wait for data is no wait for the GPU: a loader that moves batches to the GPU itself
+    (accelerate's) waits there until all that was launched is done, whoever makes the batch. What
+    fetching takes is then the trace's, as the profiler records hardly anything in it."""
+    data = trace.phase_time.get("data", [])
+    own = difference(data, union((wait.start, wait.end) for wait in trace.waits))
+    return data_ms if total(own) == total(data) else min(data_ms, total(own) / trace.steps)
 
 
 def _of(
