@@ -145,12 +145,8 @@ def _carry_out(options: argparse.Namespace) -> int:
     if options.tool == "run":
         return _run(options)
     from labutils.tools.diagnose import command
-    from labutils.tools.diagnose.script import Stages
 
-    stages = Stages(options.warmup, options.timed, options.steps)
-    script, trace, folder = options.command, options.trace, options.folder
-    more = (options.json, options.try_fixes, options.html)
-    return command.main(script, trace, stages, options.keep_going, folder, *more)
+    return command.main(options)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.tools.diagnose import Fix, diagnose, report
 from labutils.tools.diagnose.evidence import Evidence
-from labutils.tools.diagnose.sources import log_ms_of, of_record
+from labutils.tools.diagnose.sources import of_record, own_ms_of
 from labutils.training import Benchmark, Trainer
 from labutils.training.model_edits import with_epoch_rate
 from labutils.workloads.base import Workload
@@ -128,7 +128,7 @@ def _evidence(bench: Benchmark, run: Run) -> Evidence:
         "backwards": recipe.accumulation,
         "batches": recipe.accumulation,
         "fetch_cpu_ms": None,
-        "calls": [writes | {"per_step": 1.0, "ms": log_ms_of(trace) / slowed}]
+        "calls": [writes | {"per_step": 1.0, "ms": own_ms_of(trace) / slowed}]
         if synchronous
         else [],
         "sync_lines": {},

@@ -49,10 +49,6 @@ class Diagnosis:
     def worth_it(self) -> tuple[Fix, ...]:
         return tuple(fix for fix in self.fixes if fix.gain >= WORTH)
 
-    @property
-    def not_worth_it(self) -> tuple[Fix, ...]:
-        return tuple(fix for fix in self.fixes if fix.gain < WORTH)
-
     def fix(self, name: str) -> Fix | None:
         return next((fix for fix in self.fixes if fix.name == name), None)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 
 from labutils.tools.diagnose import diagnose, report, sources, trial
 from labutils.tools.diagnose.script import NoDiagnosis, Stages, watch
@@ -19,28 +18,23 @@ from labutils.tools.diagnose.sources import short
 FAILED, WRONG_USAGE = 1, 2
 
 
-def main(
-    command: Sequence[str] = (),
-    trace: Path | None = None,
-    stages: Stages | None = None,
-    keep_going: bool = False,
-    folder: Path | None = None,
-    as_json: bool = False,
-    try_fixes: bool = False,
-    page: Path | None = None,
-) -> int:
+def main(options: Namespace) -> int:
     """Diagnose a script or a trace, print the diagnosis, and return the exit code."""
+    command, trace, page = options.command, options.trace, options.html
     if bool(command) == (trace is not None):
         words = "give one of: a script after two dashes (-- python train.py), or --trace FILE"
         return _refuse(words, WRONG_USAGE)
-    if try_fixes and trace is not None:
-        return _refuse("--try runs a script again: give one, and no --trace.", WRONG_USAGE)
+    if options.try_fixes and trace is not None:
+        return _refuse("--try runs a script again: give one, and no --trace", WRONG_USAGE)
+    if page is not None and not page.parent.is_dir():
+        return _refuse(f"--html {page}: there is no folder {page.parent}", WRONG_USAGE)
+    stages = Stages(options.warmup, options.timed, options.steps)
     exit_code = None
     try:
         if trace is not None:
             evidence = sources.of_trace(trace)
         else:
-            exit_code, evidence = watch(command, stages, keep_going, folder)
+            exit_code, evidence = watch(command, stages, options.keep_going, options.folder)
             files = (*evidence.files, *(word for word in command if word.endswith(".py")))
             evidence = replace(evidence, files=tuple(dict.fromkeys(map(short, files))))
     except NoDiagnosis as error:
@@ -51,12 +45,11 @@ def main(
         why = (error.strerror or str(error)).lower()
         return _refuse(f"{error.filename} can't be read: {why}", WRONG_USAGE)
     diagnosis = diagnose(evidence)
-    if try_fixes and not exit_code:
-        found = trial.tries(diagnosis, command, stages or Stages())
-        diagnosis = replace(diagnosis, tries=found)
+    if options.try_fixes and not exit_code:
+        diagnosis = replace(diagnosis, tries=trial.tries(diagnosis, command, stages))
     if page is not None:
         page.write_text(report.page(diagnosis), encoding="utf-8")
-    if as_json:
+    if options.json:
         print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False))
     else:
         print("", report.text(diagnosis), sep="\n")

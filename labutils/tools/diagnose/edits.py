@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from labutils.tools.diagnose.fixes import Fix, texts
+from labutils.tools.diagnose.fixes import HALVES, Fix, texts
 
 FEW = 3
 """Of so many places at most a fix shows its lines."""
@@ -27,21 +27,24 @@ class Edit(NamedTuple):
 def edits(fix: Fix, files: Sequence[str]) -> list[Edit]:
     """What to write for `fix` in `files`; what can't be read or found is left out."""
     found: list[Edit] = []
-    for file in files:
+    for file in files if fix.name in texts() else ():
         try:
-            source = Path(file).read_text("utf-8")
-            tree = ast.parse(source)
+            tree = ast.parse(Path(file).read_text("utf-8"))
         except (OSError, ValueError, SyntaxError, RecursionError):
             continue
-        rows = [*_calls(fix, tree)] or [*_statements(fix, tree, source.splitlines(), file)]
-        found += [Edit(f"{file}:{line}", was, now) for line, was, now in rows if was != now]
+        here = [
+            p.rpartition(":")[2] for p in fix.sources if Path(p).name.startswith(Path(file).name)
+        ]
+        named = {int(line) for line in here if line.isdecimal()}
+        rows = [*_calls(fix, tree, named)] or [*_statements(fix, tree, named)]
+        found += [Edit(f"{file}:{line}", was, now) for line, was, now in rows]
     return found[:FEW]
 
 
 Row = tuple[int, str, str]
 
 
-def _calls(fix: Fix, tree: ast.Module) -> Iterator[Row]:
+def _calls(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[Row]:
     """Calls that get arguments. One that makes a Trainer's arguments is known by its folder."""
     words = texts()[fix.facts["best"] if fix.facts.get("best") in texts() else fix.name]
     wanted = {
@@ -51,49 +54,62 @@ def _calls(fix: Fix, tree: ast.Module) -> Iterator[Row]:
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name, was = _name(call.func), ast.unparse(call)
         has = {keyword.arg for keyword in call.keywords}
-        given = wanted.get("Trainer" if {"output_dir", "max_steps"} & has else name, {})
-        if name == "to" and "non_blocking" in given and not (call.args and "device" in was):
-            continue  # a cast
+        given = wanted.get("TRAINER" if {"output_dir", "max_steps"} & has else name, {})
+        if name == "to" and call.lineno not in named:
+            continue  # of a model, or a cast
         call.keywords = [k for k in call.keywords if k.arg not in given]
-        values = [
-            ast.keyword(key, ast.parse(code, mode="eval").body) for key, code in given.items()
-        ]
-        call.keywords += values
-        yield call.lineno, was, ast.unparse(call)
+        call.keywords += [ast.keyword(key, ast.Name(code)) for key, code in given.items()]
+        if (now := ast.unparse(call)) != was:
+            yield call.lineno, was, now
 
 
-def _statements(fix: Fix, tree: ast.Module, lines: list[str], file: str) -> Iterator[Row]:
-    """Lines that get something in front of them, or in their place."""
-    best = fix.facts.get("best")
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.stmt) or hasattr(node, "body"):
-            continue
-        was = ast.unparse(node)
-        if before := texts()[fix.name].get("before"):
-            if any(_at(place, file, node) for place in fix.sources):
+def _statements(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[Row]:
+    """Statements that get something around them, behind them, or in their place."""
+    best, before = fix.facts.get("best"), texts()[fix.name].get("before")
+    parts = ((node, name) for node in ast.walk(tree) for name in ("body", "orelse", "finalbody"))
+    bodies = (getattr(node, name, None) for node, name in parts)
+    for body in (body for body in bodies if isinstance(body, list)):
+        for place, node in enumerate(body):
+            was = ast.unparse(node)
+            if hasattr(node, "body"):
+                continue
+            if before and named & {*range(node.lineno, node.end_lineno + 1)}:
                 yield node.lineno, was, before + was
-        elif best == "tf32" and was == "import torch":
-            yield node.lineno, was, f"{was}\n{fix.do}"
-        elif best in ("bf16", "fp16") and was.partition(" = ")[0] in _losses(tree):
-            yield node.lineno, was, f"{fix.do.partition(':')[0]}: {was}"
-        elif fix.name == "compile" and "optim" in was and ".parameters()" in was:
-            model = was.partition(".parameters()")[0].rpartition("(")[2]
-            yield node.lineno, was, f"{was}\n{model}.compile()"
-        elif fix.name == "attention" and "softmax(" in was:
-            yield node.lineno, was, f"{fix.do}  # for both products, with is_causal or a mask"
+            elif best == "tf32" and was == "import torch":
+                yield node.lineno, was, f"{was}\n{fix.do}"
+            elif best in HALVES and was.startswith(tuple(f"{loss} = " for loss in _losses(tree))):
+                first = _first_of(body, place)
+                lines = [ast.unparse(one) for one in body[first : place + 1]]
+                now = [fix.do.partition(":")[0] + ":", *(f"    {line}" for line in lines)]
+                yield body[first].lineno, "\n".join(lines), "\n".join(now)
+            elif fix.name == "compile" and "optim" in was and ".parameters()" in was:
+                model = was.partition(".parameters()")[0].rpartition("(")[2]
+                yield node.lineno, was, f"{was}\n{model}.compile()"
+            elif fix.name == "attention" and "softmax(" in was:
+                yield node.lineno, was, f"{fix.do}  # with is_causal or a mask; for both products"
 
 
-def _at(place: str, file: str, node: ast.stmt) -> bool:
-    at, _, line = place.rpartition(":")
-    within = line.isdecimal() and node.lineno <= int(line) <= (node.end_lineno or 0)
-    return within and Path(at).name == Path(file).name
+def _first_of(body: list[ast.stmt], place: int) -> int:
+    """Where the assignments begin that lead to the one at `place`, copies to a device apart."""
+    needed = _names(body[place], ast.Load)
+    for before in reversed(body[:place]):
+        leads = isinstance(before, ast.Assign) and needed & _names(before, ast.Store)
+        if not leads or ".to(" in ast.unparse(before):
+            break
+        place -= 1
+        needed |= _names(before, ast.Load)
+    return place
+
+
+def _names(node: ast.AST, used: type) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, used)}
 
 
 def _losses(tree: ast.Module) -> set[str]:
     """Names whose gradients are asked for: `loss.backward()`, `accelerator.backward(loss)`."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    of = [c.args[0] if c.args else c.func.value for c in calls if _name(c.func) == "backward"]  # type: ignore[attr-defined]
-    return {ast.unparse(node) for node in of}
+    asked = [call for call in calls if _name(call.func) == "backward"]
+    return {ast.unparse(c.args[0] if c.args else c.func.value) for c in asked}  # type: ignore
 
 
 def _name(function: ast.expr) -> str:

@@ -62,8 +62,6 @@ def _each(change: Callable[[Piece], Piece]) -> Change:
 
 
 MOST_TOGETHER = 3
-APART = ({"capture", "compile"}, {"caching", "workers"})
-"""Fixes of which one does what the other would."""
 
 
 def together(e: Evidence, fixes: Sequence[Fix], worth: float) -> Fix | None:
@@ -85,17 +83,10 @@ def together(e: Evidence, fixes: Sequence[Fix], worth: float) -> Fix | None:
         if gain < best + worth:
             break
         best, chosen = gain, [*chosen, fix]
-        taken = {f.name for f in chosen}
-        left = [
-            f for f in left if f not in chosen and not any({f.name, *taken} >= a for a in APART)
-        ]
+        left = [fix for fix in left if fix not in chosen]
     names = " + ".join(fix.name for fix in chosen)
     changes = {key: value for fix in chosen for key, value in fix.changes.items()}
     return Fix(names, best, "", changes=changes) if len(chosen) > 1 else None
-
-
-def _apart(names: set[str]) -> bool:
-    return any(names >= pair for pair in APART)
 
 
 # ---------------------------------------------------------------------------------------- the data
@@ -168,9 +159,8 @@ def pinning(e: Evidence) -> Fix | None:
     shorter = 1.0 if e.loader and e.loader.pin_memory else PINNED
 
     def pinned(piece: Piece) -> Piece:
-        if piece.kind != COPY or piece.waits != TO_DEVICE:
-            return piece
-        return piece.but(waits="", ms=shorter * piece.ms)
+        mine = piece.kind == COPY and piece.waits == TO_DEVICE
+        return piece.but(waits="", ms=shorter * piece.ms) if mine else piece
 
     lines = (line for line in e.reads if line.what in TO_LINES)
     return _fix(e, "pinning", _each(pinned), lines, count=waiting / e.queue.steps)
@@ -334,15 +324,14 @@ def written_out(pieces: Sequence[Piece]) -> list[list[int]]:
 
 
 def _is_one(pieces: Sequence[Piece], places: Sequence[int]) -> bool:
-    products = [pieces[place].product for place in places]
-    half = len(places) // 2
+    """Whether products belong to one attention: of the same three sizes, and near each other."""
+    products, half = [pieces[place].product for place in places], len(places) // 2
     if len(places) not in (2, 4) or places[-1] - places[0] > FAR * half:
         return False
-    between = pieces[places[half - 1] + 1 : places[half]]
-    first, last = products[0], products[-1]
+    softmax = any(p.kind in HEAVY for p in pieces[places[half - 1] + 1 : places[half]])
     alike = len({(p.count, *sorted((p.m, p.n, p.k))) for p in products}) == 1
-    in_turn = len(places) == 4 or (first.m, first.n) == (last.m, last.k)
-    return alike and in_turn and any(piece.kind in HEAVY for piece in between)
+    first, last = products[0], products[-1]
+    return softmax and alike and (half == 2 or (first.m, first.n) == (last.m, last.k))
 
 
 def _in_one_call(e: Evidence, queue: Queue) -> Queue:
@@ -395,16 +384,10 @@ def precision(e: Evidence) -> Fix | None:
     best = min(lasts, key=lambda d: lasts[d] * (SCALED if d == "fp16" else 1.0))
     gains = {d: max(0.0, 1 - ms / e.queue.step_ms) for d, ms in lasts.items()}
     others = "".join(f" ({d} alone: {gain:.0%})" for d, gain in gains.items() if d != best)
-    return _fix(
-        e,
-        "precision",
-        after[best],
-        share=sum(p.ms for p in mine) / e.queue.steps / e.queue.step_ms,
-        best=best if gains[best] > 0.005 else "float32",
-        others=others,
-        line=texts()[best]["do"].format(device=e.device),
-        changes={"precision": best},
-    )
+    facts = {"share": sum(p.ms for p in mine) / e.queue.steps / e.queue.step_ms, "others": others}
+    facts |= {"line": texts()[best]["do"].format(device=e.device), "changes": {"precision": best}}
+    named = best if gains[best] > 0.005 else "float32"
+    return _fix(e, "precision", after[best], best=named, **facts)
 
 
 def format_of(e: Evidence, piece: Piece) -> str:
@@ -468,17 +451,10 @@ def batch(e: Evidence) -> Fix | None:
             return piece if merging else piece.scaled(1 / factor, 1 / factor)
         return piece.but(ms=grown_ms(e, piece, factor)).scaled(1 / factor, 1 / factor)
 
-    return _fix(
-        e,
-        "batch size",
-        _each(part),
-        size=e.examples or "few",
-        device="GPU" if e.on_gpu else "processor",
-        factor=factor,
-        merging=", and less accumulation" if merging else "",
-        changes={"batches_merged": factor} if merging else {},
-        per="step" if merging else "example",
-    )
+    facts = {"size": e.examples or "few", "device": "GPU" if e.on_gpu else "processor"}
+    facts |= {"merging": ", and less accumulation" if merging else "", "factor": factor}
+    facts |= {"changes": {"batches_merged": factor} if merging else {}}
+    return _fix(e, "batch size", _each(part), per="step" if merging else "example", **facts)
 
 
 PARTLY, FULL = 1 / 3, 2 / 3
@@ -536,9 +512,8 @@ def padding(e: Evidence) -> Fix | None:
         return None
     useful = 1 - e.padding
 
-    def shorter(piece: Piece) -> Piece:
-        untouched = piece.phase in (*UPDATE, *OUTSIDE)
-        return piece if untouched else piece.but(ms=grown_ms(e, piece, useful))
+    def shorter(p: Piece) -> Piece:
+        return p if p.phase in (*UPDATE, *OUTSIDE) else p.but(ms=grown_ms(e, p, useful))
 
     return _fix(e, "padding", _each(shorter), part=e.padding, per="useful token")
 
@@ -561,10 +536,8 @@ def optimizer(e: Evidence) -> Fix | None:
     left = max(host * FUSED_LAUNCHES, min(host, PER_TENSOR_MS * e.optimizer.tensors))
     factor = left / host if host else 1.0
 
-    def fused(piece: Piece) -> Piece:
-        if piece.phase == "optimizer":
-            return piece.scaled(FUSED_TRAFFIC, factor).but(waits="")
-        return piece
+    def fused(p: Piece) -> Piece:
+        return p.scaled(FUSED_TRAFFIC, factor).but(waits="") if p.phase == "optimizer" else p
 
     facts = {"count": count / e.queue.steps, "optimizer": e.optimizer.name}
     return _fix(e, "optimizer", _each(fused), **facts)

@@ -28,10 +28,8 @@ def record(diagnosis: Diagnosis, exit_code: int | None = None) -> dict[str, Any]
     e = diagnosis.evidence
     facts = {name: getattr(e, name) for name in ("source", "device", "step_ms", "accumulation")}
     facts |= {"budget_ms": dict(diagnosis.budget), "notes": list(e.notes), "threads": e.threads}
-    both = (diagnosis.together,) if diagnosis.together else ()
-    facts["fixes"], facts["together"] = (
-        [_row(diagnosis, f) for f in x] for x in (diagnosis.fixes, both)
-    )
+    facts["fixes"] = [_row(diagnosis, fix) for fix in diagnosis.fixes]
+    facts["together"] = [_row(diagnosis, fix) for fix in (diagnosis.together,) if fix]
     return facts if exit_code is None else facts | {"exit_code": exit_code}
 
 
@@ -49,12 +47,10 @@ def text(diagnosis: Diagnosis) -> str:
 
 def page(diagnosis: Diagnosis) -> str:
     """One page of HTML that loads nothing."""
-    from labutils.tools.pages import as_html
+    from labutils.tools.pages import MARKDOWN, as_html
 
     title = "Where a training step's time goes"
-    return as_html(
-        _filled("page.j2", diagnosis), "commonmark-raw_html+pipe_tables", title, "diagnosis"
-    )
+    return as_html(_filled("page.j2", diagnosis), MARKDOWN, title, "diagnosis")
 
 
 def _filled(template: str, diagnosis: Diagnosis) -> str:

@@ -45,16 +45,11 @@ def _gpu_pieces(trace: Trace) -> Iterator[Piece]:
             alone = kind in PRODUCTS and len(work) == 1
             # What isn't known to fill a part of the GPU fills all of it.
             fill = (kernel.blocks or 0.0) / BLOCKS_AT_ONCE.get(kind, OTHER_BLOCKS) or 1.0
-            yield Piece(
-                kind,
-                ms,
-                host_ms=host_ms if number == 1 else 0.0,
-                phase=trace.phase_at(call.start),
-                waits=_reason(wait, kernel.name) if wait and number == len(work) else "",
-                product=product_of(operator) if alone else None,
-                dtype="tf32" if _TF32.search(kernel.name) else dtype_of(operator),
-                fill=fill,
-            )
+            own_ms, phase = host_ms if number == 1 else 0.0, trace.phase_at(call.start)
+            waits = _reason(wait, kernel.name) if wait and number == len(work) else ""
+            dtype = "tf32" if _TF32.search(kernel.name) else dtype_of(operator)
+            product = product_of(operator) if alone else None
+            yield Piece(kind, ms, own_ms, phase, waits, product=product, dtype=dtype, fill=fill)
     yield Piece("other", 0.0, host_ms=_own_ms(last, host_end, not_own))
 
 
@@ -62,22 +57,13 @@ def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
     """A piece for each operator that computes something. The host's own time of a phase (Python,
     views, calling) is shared out evenly among its pieces, up to what calling can take.
     """
-    work = [
-        work
-        for operator, (work,), _ in trace.launched()
-        if trace.phase_at(operator.start) != "data"
-    ]
-    operators = products_at(trace, [operator.start for operator, _, _ in work])
-    pieces = [
-        Piece(
-            kind,
-            max(0.0, own_ms - CALLING_MS),
-            phase=trace.phase_at(operator.start),
-            product=product_of(product),
-            dtype=dtype_of(product),
-        )
-        for (operator, kind, own_ms), product in zip(work, operators, strict=True)
-    ]
+    launched = [(op, work[0], trace.phase_at(op.start)) for op, work, _ in trace.launched()]
+    launched = [row for row in launched if row[2] != "data"]
+    products = products_at(trace, [operator.start for operator, _, _ in launched])
+    pieces = []
+    for (_, (_, kind, own_ms), phase), product in zip(launched, products, strict=True):
+        sizes = {"product": product_of(product), "dtype": dtype_of(product)}
+        pieces.append(Piece(kind, max(0.0, own_ms - CALLING_MS), phase=phase, **sizes))
     left: Counter[str] = Counter()
     for phase, row in trace.host_breakdown().items():
         left["" if phase == "unmarked" else phase] += row["ms"] * trace.steps

@@ -25,7 +25,7 @@ KNOWN = {
 """What can be put in place from outside."""
 CLOSE = {"": 1e-3, "tf32": 5e-3, "bf16": 3e-2}
 """By how much of itself a loss may differ, by the format of products."""
-PREFETCHED = 2
+PREFETCHED, STOPPED = 2, 130
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def tries(
     together."""
     best = [*diagnosis.worth_it, *filter(None, [diagnosis.together])]
     fixes = [fix for fix in best if fix.changes and fix.changes.keys() <= KNOWN]
-    fixes = fixes[:MOST] + [fix for fix in fixes[MOST:] if fix is diagnosis.together]
+    fixes = [fix for n, fix in enumerate(fixes) if n < MOST or fix is diagnosis.together]
     plans: dict[str, Mapping[str, Any]] = {"": {}} | {fix.name: fix.changes for fix in fixes}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plans if len(plans) > 1}
     for turn in range(rounds):
@@ -69,7 +69,8 @@ def _run(
     stages = replace(stages, warmup=stages.warmup + PREFETCHED * changes.get("num_workers", 0))
     with script._working_folder(None) as working, _quiet():
         settings = vars(stages) | {"folder": str(working), "keep_going": False, "try": changes}
-        script._run(command, settings, working)
+        if script._run(command, settings, working) == STOPPED:
+            raise KeyboardInterrupt
         records, tried, notes = (
             [script._read(path) for path in script._files(working, kind)]
             for kind in ("record", "tried", "process")
@@ -102,8 +103,8 @@ def _quiet() -> Iterator[None]:
 def _judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Try:
     if why := next((run["why"] for run in [*before, *after] if "why" in run), ""):
         return Try(why=why)
-    gain, low, high = saved(*([run["step_ms"] for run in runs] for runs in (before, after)))
-    return Try(gain, low, high, _losses(fix, before, after))
+    times = ([run["step_ms"] for run in runs] for runs in (before, after))
+    return Try(*saved(*times), _losses(fix, before, after))
 
 
 def _losses(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
