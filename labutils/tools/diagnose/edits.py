@@ -41,10 +41,7 @@ def edits(fix: Fix, files: Sequence[str]) -> list[Edit]:
     return found[:FEW]
 
 
-Row = tuple[int, str, str]
-
-
-def _calls(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[Row]:
+def _calls(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[tuple[int, str, str]]:
     """Calls that get arguments. One that makes a Trainer's arguments is known by its folder."""
     words = texts()[fix.facts["best"] if fix.facts.get("best") in texts() else fix.name]
     wanted = {
@@ -63,7 +60,7 @@ def _calls(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[Row]:
             yield call.lineno, was, now
 
 
-def _statements(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[Row]:
+def _statements(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[tuple[int, str, str]]:
     """Statements that get something around them, behind them, or in their place."""
     best, before = fix.facts.get("best"), texts()[fix.name].get("before")
     parts = ((node, name) for node in ast.walk(tree) for name in ("body", "orelse", "finalbody"))

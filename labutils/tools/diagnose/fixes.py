@@ -44,9 +44,6 @@ class Fix:
     after: Change = field(default=lambda queue: queue, repr=False, compare=False)
 
 
-Rule = Callable[[Evidence], Fix | None]
-
-
 def _fix(e: Evidence, name: str, after: Change, lines: Iterable[Line] = (), **facts: Any) -> Fix:
     """A fix with its words of fixes.yaml. facts: what stands in them, and `changes` and `per`."""
     words, per = texts()[name], facts.pop("per", "step")
@@ -217,7 +214,7 @@ MERGED = ("elementwise", CASTS, *HEAVY, "foreach")
 def capture(e: Evidence) -> Fix | None:
     """The whole step as one CUDA graph: kernels, a gap after each, and waits for data remain."""
     launches, device_ms = len(e.queue.pieces) / e.queue.steps, e.queue.device_ms
-    host_decides = e.queue.step_ms >= HOST_DECIDES * device_ms
+    host_decides = _with_data(e.queue, 0.0).step_ms >= HOST_DECIDES * device_ms
     if not e.on_gpu or launches < FEW_LAUNCHES or not host_decides:
         return None
     facts = {"launches": launches, "device_ms": device_ms, "step_ms": e.step_ms}
@@ -232,8 +229,8 @@ def captured(pieces: Sequence[Piece]) -> list[Piece]:
     for stretch in _stretches(pieces, lambda _, piece: bool(piece.data_ms or piece.log_ms)):
         first = stretch[0]
         ms = sum(piece.ms + GRAPH_GAP_MS for piece in stretch if piece.ms)
-        graph = Piece("other", ms, GRAPH_LAUNCH_MS, first.phase)
-        graphs.append(graph.but(data_ms=first.data_ms, log_ms=first.log_ms))
+        start = (first.phase, "", first.data_ms, first.log_ms)
+        graphs.append(Piece("other", ms, GRAPH_LAUNCH_MS, *start))
     return graphs
 
 
@@ -300,12 +297,11 @@ def attention(e: Evidence) -> Fix | None:
     found = written_out(e.queue.pieces)
     if not found:
         return None
-    forward = [run[0] for run in found if len(run) == 2]
-    products = [e.queue.pieces[place].product for place in forward]
+    forward = [e.queue.pieces[run[0]] for run in found if len(run) == 2]
     size = 4 if format_of(e, e.queue.pieces[found[0][0]]) in ("fp32", "tf32") else 2
-    scores = sum(size * p.count * p.m * p.n for p in products if p) / e.queue.steps
-    facts = {"count": len(forward) / e.queue.steps, "gb": scores / e.accumulation / 1e9}
-    # The longest first, as the time to measure in is short; all later replays find it known.
+    scores = sum(size * p.product.count * p.product.m * p.product.n for p in forward if p.product)
+    gb = scores / e.queue.steps / e.accumulation / 1e9
+    facts = {"count": len(forward) / e.queue.steps, "gb": gb}
     return _fix(e, "attention", lambda queue: _in_one_call(e, queue), **facts)
 
 
@@ -315,11 +311,9 @@ def written_out(pieces: Sequence[Piece]) -> list[list[int]]:
     batched = [n for n, piece in enumerate(pieces) if piece.product and piece.product.count > 1]
     found, at = [], 0
     while at < len(batched):
-        run = next(
-            (r for r in (batched[at : at + 2], batched[at : at + 4]) if _is_one(pieces, r)), []
-        )
-        found += [run] if run else []
-        at += len(run) or 1
+        runs = [run for n in (2, 4) if _is_one(pieces, run := batched[at : at + n])]
+        found += runs
+        at += len(runs[0]) if runs else 1
     return found
 
 
@@ -554,7 +548,7 @@ def caching(e: Evidence) -> Fix | None:
     return _fix(e, "caching", lambda queue: kept(_with_data(queue, left_ms)), spent=spent)
 
 
-RULES: dict[str, Rule] = {
+RULES: dict[str, Callable[[Evidence], Fix | None]] = {
     "attention": attention,
     "padding": padding,
     "batch size": batch,

@@ -18,10 +18,8 @@ from labutils.tools.diagnose import Diagnosis, Fix, script
 
 MOST = 4
 """Fixes that are tried by themselves; the best few together come on top."""
-KNOWN = {
-    *("num_workers", "persistent_workers", "pin_memory", "non_blocking", "logging", "compile"),
-    *("optimizer", "attention", "checkpointing", "precision"),
-}
+KNOWN = {"num_workers", "persistent_workers", "pin_memory", "non_blocking", "logging", "compile"}
+KNOWN |= {"optimizer", "attention", "checkpointing", "precision"}
 """What can be put in place from outside."""
 CLOSE = {"": 1e-3, "tf32": 5e-3, "bf16": 3e-2}
 """By how much of itself a loss may differ, by the format of products."""
@@ -71,10 +69,9 @@ def _run(
         settings = vars(stages) | {"folder": str(working), "keep_going": False, "try": changes}
         if script._run(command, settings, working) == STOPPED:
             raise KeyboardInterrupt
-        records, tried, notes = (
-            [script._read(path) for path in script._files(working, kind)]
-            for kind in ("record", "tried", "process")
-        )
+        kinds = ("record", "tried", "process")
+        found = [[script._read(path) for path in script._files(working, kind)] for kind in kinds]
+    records, tried, notes = found
     if not records:
         errors = [note["failed"] for note in notes if "failed" in note]
         return {"why": f"the script failed with it: {errors[-1] if errors else 'no step was seen'}"}

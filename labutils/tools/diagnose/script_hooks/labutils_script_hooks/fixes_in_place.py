@@ -81,7 +81,6 @@ class Fixes:
     def _copy(self, original: Callable[..., Any], tensor: Any, *args: Any, **more: Any) -> Any:
         if tensor.device.type == "cpu" and tensor.is_pinned():
             more["non_blocking"] = True
-            self.done.add("non_blocking")
         return original(tensor, *args, **more)
 
     def _optimizer(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:
