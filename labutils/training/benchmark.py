@@ -484,7 +484,8 @@ def _multiplied_as(recipe: Recipe) -> str:
 
 def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     """`items` behind a progress bar where there are several. TQDM_DISABLE=1 silences it."""
-    return tqdm(items, desc=what, mininterval=10) if len(items) > 1 else items
+    place = sys.stdout if "ipykernel" in sys.modules else None  # JupyterLab shows stderr in red
+    return tqdm(items, desc=what, mininterval=10, file=place) if len(items) > 1 else items
 
 
 def empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:

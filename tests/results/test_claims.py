@@ -78,7 +78,6 @@ def test_every_claim_and_untested_statement_says_what_was_published_and_why():
 
 
 AWAITED = [
-    {"experiment": "compile mode", "loop": "plain"},
     {"experiment": "one shape"},
     {"experiment": "losses by seed"},
     {"experiment": "outlier"},
