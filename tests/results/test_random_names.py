@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from labutils.labs import (
-    lab06_anyres,
     lab09_toggles,
     lab11_distributed,
     lab12_scoreboard,

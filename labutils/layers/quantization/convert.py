@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -135,11 +136,10 @@ def forward_context(kind: str) -> AbstractContextManager:
 
 def forget_scales() -> None:
     """Begin anew with what Transformer Engine knows of AMAX values: it keeps those of every layer
-    that the process has ever had, and renews the scales of all of them in each step."""
-    transformer_engine()
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()
+    that the process has ever had, and renews the scales of all of them in each step. Where it was
+    not imported, it knows nothing."""
+    if known := sys.modules.get("transformer_engine.pytorch.quantization"):
+        known.FP8GlobalStateManager.reset()
 
 
 def recomputing(kind: str) -> Callable[..., Any]:
