@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from labutils import cli
-from labutils.tools.diagnose import Diagnosis, Fix, diagnose, trial
-from labutils.tools.diagnose.edits import edits
+from labutils.tools.diagnose import Diagnosis, diagnose
 from labutils.tools.diagnose.script import HOOKS, NoDiagnosis, Stages, watch
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
@@ -66,47 +64,6 @@ def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
     found = diagnosed(sys.executable, trainer, "--use_cpu", "--pad", "max_length", "--batch", "8")
     assert found.worth_it[0].name == "padding" and found.worth_it[0].gain > 0.15
     assert 0.5 < found.evidence.padding < 0.9
-
-
-def test_attention_that_is_written_out_is_named_with_its_line():
-    path = str(SCRIPTS / "written_out.py")
-    watched = watch([sys.executable, path, "--length", "128"], FEW)
-    found = diagnose(replace(watched.evidence, files=(path,)))
-    fix = found.fix("attention")
-    assert "written out 2 times" in fix.reason
-    (edit,) = edits(fix, (path,))
-    line = Path(path).read_text("utf-8").splitlines()[int(edit.place.rpartition(":")[2]) - 1]
-    assert "softmax" in line and "scaled_dot_product_attention(q, k, v)" in edit.now
-    precision = replace(fix, name="precision", facts={"best": "bf16"}, do="with autocast(): here")
-    (edit,) = edits(precision, (path,))
-    assert edit.now.startswith("with autocast():\n    logits = model(") and "loss = " in edit.now
-
-
-# --------------------------------------------------------------------------- fixes put in place
-
-
-def test_a_fix_is_tried_beside_the_script_as_it_is(capfd):
-    path = str(SCRIPTS / "plain_loop.py")
-    command = [sys.executable, path, "--device", "cpu", "--decode-ms", "5"]
-    found = diagnose(watch(command, FEW).evidence)
-    capfd.readouterr()
-    tried = trial.tries(found, command, FEW, rounds=1)["workers"]
-    assert tried.why == "" and tried.low <= tried.measured <= tried.high
-    assert tried.measured > 0.3 and tried.losses.startswith("the same")
-    assert capfd.readouterr().out == ""  # what the script prints goes nowhere
-
-
-def test_all_fixes_go_into_a_trainer_from_outside():
-    command = [sys.executable, str(SCRIPTS / "trainer_script.py"), "--use_cpu", "--batch", "2"]
-    changes = {"num_workers": 1, "persistent_workers": True, "pin_memory": False}
-    changes |= {"optimizer": "adamw-fused", "attention": "sdpa", "checkpointing": "off"}
-    changes |= {"precision": "bf16", "logging": "ring-buffer"}
-    plain, changed = (trial._run(command, what, Stages(1, 3, 1)) for what in ({}, changes))
-    assert len(changed["step_ms"]) == 3 and {*changes} - {*changed["done"]} == set()
-    said = trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [changed])
-    assert said.startswith("the same")
-    worse = changed | {"losses": [1.5 * loss for loss in changed["losses"]]}
-    assert "CHANGES" in trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [worse])
 
 
 # ------------------------------------------------------------------------------------------- ends

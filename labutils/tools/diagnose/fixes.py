@@ -312,7 +312,7 @@ def written_out(pieces: Sequence[Piece]) -> list[list[int]]:
     found, at = [], 0
     while at < len(batched):
         runs = [run for n in (2, 4) if _is_one(pieces, run := batched[at : at + n])]
-        found += runs
+        found += runs[:1]
         at += len(runs[0]) if runs else 1
     return found
 

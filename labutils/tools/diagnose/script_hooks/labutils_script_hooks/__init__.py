@@ -3,6 +3,5 @@
 It may import the standard library and the script's own PyTorch only: the script may run in another
 environment than the course. `torch_import` waits for PyTorch, `watch` counts and times the steps,
 `calls` sees what a step calls, `batches` looks into what the DataLoader brings, and `process_note`
-leaves word of the process. `fixes_in_place` changes PyTorch for `--try`. The package has a long
-name of its own, which no script uses.
+leaves word of the process. The package has a long name of its own, which no script uses.
 """
