@@ -53,16 +53,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8)
     options = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    blocks = [Block(options.width, options.width // 32) for _ in range(2)]
-    model = nn.Sequential(
-        nn.Embedding(512, options.width), *blocks, nn.Linear(options.width, 512)
-    ).to(device)
+    width = options.width
+    blocks = [nn.Embedding(512, width), Block(width, width // 32), Block(width, width // 32)]
+    model = nn.Sequential(*blocks, nn.Linear(width, 512)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    loader = DataLoader(Texts(options.length), batch_size=options.batch, shuffle=True)
+    loader = DataLoader(Texts(options.length), batch_size=8, shuffle=True)
     for step, ids in zip(range(60), loader, strict=False):
         ids = ids.to(device)
         logits = model(ids[:, :-1])

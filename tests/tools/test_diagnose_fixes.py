@@ -265,11 +265,11 @@ def batched(steps, sides):
     steps.launch(BF16, 100, 10, "aten::bmm", blocks=8, **shape)
 
 
-def attention(steps, masks=3):
+def attention(steps):
     """Forward and backward pass of one attention, written out."""
 
     def over_scores():
-        for _ in range(masks):
+        for _ in range(3):
             steps.launch("vectorized_elementwise_kernel", 300, 10)
         steps.launch("cunn_SoftMaxForward", 300, 10)
 
