@@ -25,7 +25,7 @@ WIDE = "--hidden 4096 --depth 6 --batch 1024 --keep-batches"
 UNPINNED = "--keep-batches --batch 512 --width 32768 --hidden 512 --precision bf16"
 TUNED = "--hidden 8192 --depth 6 --batch 1024 --keep-batches --pin --precision bf16"
 PADDED = "--pad max_length --width 1024 --layers 6 --batch 128 --length 256 --bf16"
-WRITTEN_OUT = "--length 1024 --width 512"
+WRITTEN_OUT = "1024 512"
 READS = "--item-each-parameter --hidden 2048 --depth 12 --keep-batches --batch 1024"
 
 

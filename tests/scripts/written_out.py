@@ -1,11 +1,11 @@
 """A small GPT as many write it at first: attention written out, AdamW tensor by tensor, a loss that
 is printed at each step, texts made in the training process.
 
-python written_out.py --length 128
+python written_out.py LENGTH WIDTH
 """
 
-import argparse
 import math
+import sys
 
 import torch
 from torch import nn
@@ -50,17 +50,13 @@ class Block(nn.Module):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--width", type=int, default=64)
-    options = parser.parse_args()
+    length, width = map(int, sys.argv[1:])
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    width = options.width
     blocks = [nn.Embedding(512, width), Block(width, width // 32), Block(width, width // 32)]
     model = nn.Sequential(*blocks, nn.Linear(width, 512)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    loader = DataLoader(Texts(options.length), batch_size=8, shuffle=True)
+    loader = DataLoader(Texts(length), batch_size=8, shuffle=True)
     for step, ids in zip(range(60), loader, strict=False):
         ids = ids.to(device)
         logits = model(ids[:, :-1])

@@ -24,7 +24,7 @@ def one_thread(monkeypatch):
 
 def test_attention_that_is_written_out_is_named_with_its_line():
     path = str(SCRIPTS / "written_out.py")
-    watched = watch([sys.executable, path, "--length", "128"], FEW)
+    watched = watch([sys.executable, path, "128", "64"], FEW)
     found = diagnose(replace(watched.evidence, files=(path,)))
     fix = found.fix("attention")
     assert "written out 2 times" in fix.reason
