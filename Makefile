@@ -1,4 +1,4 @@
-# make help | install | doctor | course | lab | test | lint | notebooks | format | unsloth | te | torchao | trl | clean
+# make help | install | doctor | course | lab | test | lint | notebooks | format | unsloth | te | trl | clean
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or 3.12)
 #   VENV=.venv          where it is made
@@ -30,7 +30,7 @@ UNRUN   := $(BIN)/python -m jupyter nbconvert --log-level=WARN --inplace --clear
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv install doctor course test lab lint format notebooks unsloth te torchao trl clean
+.PHONY: help venv install doctor course test lab lint format notebooks unsloth te trl clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -96,7 +96,7 @@ format notebooks: install
 	$(UNRUN) notebooks/*.ipynb notebooks/optional/*.ipynb
 	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb notebooks/optional/*.ipynb
 
-unsloth te torchao trl: install
+unsloth te trl: install
 	$(PIP) -c constraints.txt -e '.[$@]'
 
 clean:

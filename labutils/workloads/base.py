@@ -277,14 +277,10 @@ def open_workload(
 
     Raises `ValueError` for an unknown name, scale or source.
     """
-    check_choice("workload", name, workload_names())
+    check_choice("workload", name, tuple(CLASSES))
     scale = scale_for(machine_facts()) if scale == "auto" else scale
     cache_dir = cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache/labutils"
     module, kind = CLASSES[name]
     workload = getattr(importlib.import_module(f"labutils.workloads.{module}"), kind)
     import_unseen("peft", "bitsandbytes", *workload.libraries)
     return workload(name, scale, weights, data, device or default_device(), Path(cache_dir))
-
-
-def workload_names() -> tuple[str, ...]:
-    return tuple(CLASSES)

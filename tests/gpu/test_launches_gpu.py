@@ -19,8 +19,6 @@ from labutils.training import Trainer
 from labutils.training.one_batch import OnOneBatch
 from labutils.workloads import open_workload
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def dense():
