@@ -338,9 +338,8 @@ def _in_one_call(e: Evidence, queue: Queue) -> Queue:
         as_is = sum(piece.ms for piece in products) * (1.25 if backward else 1.0)
         shape = products[0].product.in_format(format_of(e, products[0]) or "fp32")
         if backward:  # its products stand in any order; the head's width is the shortest side
-            shape = replace(
-                shape, **dict(zip("knm", sorted((shape.m, shape.n, shape.k)), strict=True))
-            )
+            k, n, m = sorted((shape.m, shape.n, shape.k))
+            shape = replace(shape, m=m, n=n, k=k)
         ms = e.rates.attention_ms(shape, backward)
         host = 2 * sum(piece.host_ms for piece in parts) / len(parts)
         one = products[0].but(kind="attention", ms=as_is if ms is None else ms, host_ms=host)
