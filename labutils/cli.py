@@ -104,6 +104,10 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose.add_argument("--keep-going", action="store_true", help="let the script run on")
     text = "keep the trace and what was recorded there"
     diagnose.add_argument("--folder", type=_folder, metavar="DIR", help=text)
+    text = "run the script again with each fix put in place, and measure it"
+    diagnose.add_argument("--try", dest="try_fixes", action="store_true", help=text)
+    text = "a page with timeline, shares and fixes"
+    diagnose.add_argument("--html", type=Path, metavar="FILE", help=text)
     diagnose.add_argument("--json", action="store_true", help="the diagnosis as the last line")
 
 
@@ -141,11 +145,8 @@ def _carry_out(options: argparse.Namespace) -> int:
     if options.tool == "run":
         return _run(options)
     from labutils.tools.diagnose import command
-    from labutils.tools.diagnose.script import Stages
 
-    stages = Stages(options.warmup, options.timed, options.steps)
-    script, trace, folder = options.command, options.trace, options.folder
-    return command.main(script, trace, stages, options.keep_going, folder, options.json)
+    return command.main(options)
 
 
 def _run(options: argparse.Namespace) -> int:

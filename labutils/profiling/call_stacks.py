@@ -27,8 +27,8 @@ class Slice(NamedTuple):
     """Something that took time, in ms: on a host thread, or on a GPU stream (`thread` either way).
 
     `correlation` ties a CUDA call to the GPU work that it caused. `blocks` are a kernel's thread
-    blocks for each multiprocessor. `dims` and `types` are the shapes and types of an operator's
-    inputs. Each is None where it was not recorded.
+    blocks for each multiprocessor. `dims`, `types` and `strides` are an operator's inputs'. Each is
+    None where it was not recorded.
     """
 
     start: float
@@ -39,6 +39,7 @@ class Slice(NamedTuple):
     blocks: float | None = None
     dims: Any = None
     types: Any = None
+    strides: Any = None
 
     @property
     def ms(self) -> float:

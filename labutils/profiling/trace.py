@@ -610,7 +610,7 @@ def _slice(event: dict[str, Any], origin: float) -> Slice:
     """An event of the file; `origin` is its time 0 in microseconds."""
     args, name = event.get("args") or {}, sys.intern(str(event.get("name", "")))
     start = (event["ts"] - origin) / 1e3
-    shapes = (args.get("Input Dims"), args.get("Input type")) if _HAS_SHAPES.search(name) else ()
+    keys = ("Input Dims", "Input type", "Input Strides") if _HAS_SHAPES.search(name) else ()
     return Slice(
         start,
         start + event.get("dur", 0.0) / 1e3,
@@ -618,7 +618,7 @@ def _slice(event: dict[str, Any], origin: float) -> Slice:
         event.get("tid"),
         args.get("correlation"),
         args.get("blocks per SM"),
-        *shapes,
+        *map(args.get, keys),
     )
 
 

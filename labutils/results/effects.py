@@ -206,6 +206,28 @@ def _by_round(samples: Sequence[float], rounds: Sequence[float]) -> dict[float, 
     return {one: float(np.median(values[of == one])) for one in rounds}
 
 
+def saved(
+    before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]
+) -> tuple[float, float, float]:
+    """The share of a step that is saved, the median over rounds, and its 95 % interval.
+
+    before, after: milliseconds of the steps of each round. Rounds are drawn anew, and the steps in
+    them: what differs from round to round counts as well as what differs from step to step.
+    """
+    draw = np.random.default_rng(0)
+
+    def medians(samples: Sequence[float]) -> np.ndarray:
+        return np.median(draw.choice(samples, (RESAMPLES, len(samples))), axis=1)
+
+    rounds = list(zip(before, after, strict=True))
+    gains = np.array([1 - medians(late) / medians(early) for early, late in rounds])
+    chosen = draw.integers(0, len(rounds), gains.shape)
+    drawn = np.median(np.take_along_axis(gains, chosen, axis=0), axis=0)
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    gain = np.median([1 - np.median(late) / np.median(early) for early, late in rounds])
+    return float(gain), float(low), float(high)
+
+
 def _bootstrap(*series: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the median of a series, or of the second's median over the first's.
 

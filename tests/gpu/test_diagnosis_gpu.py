@@ -10,9 +10,9 @@ import pytest
 
 from labutils.labs.ladders import A3_BASE
 from labutils.recipe import STOCK
-from labutils.tools.diagnose import WORTH, Diagnosis, diagnose
-from labutils.tools.diagnose.ablations import CLOSE, ablations, is_test
-from labutils.tools.diagnose.script import watch
+from labutils.tools.ablations import CLOSE, ablations, is_test
+from labutils.tools.diagnose import WORTH, Diagnosis, diagnose, trial
+from labutils.tools.diagnose.script import Stages, watch
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -25,6 +25,7 @@ WIDE = "--hidden 4096 --depth 6 --batch 1024 --keep-batches"
 UNPINNED = "--keep-batches --batch 512 --width 32768 --hidden 512 --precision bf16"
 TUNED = "--hidden 8192 --depth 6 --batch 1024 --keep-batches --pin --precision bf16"
 PADDED = "--pad max_length --width 1024 --layers 6 --batch 128 --length 256 --bf16"
+WRITTEN_OUT = "1024 512"
 READS = "--item-each-parameter --hidden 2048 --depth 12 --keep-batches --batch 1024"
 
 
@@ -49,6 +50,7 @@ def diagnosed(options: str, script: str = "plain_loop.py") -> Diagnosis:
         ("plain_loop.py", "--batch 1 --hidden 2048 --keep-batches", 2, {"batch size"}),
         ("plain_loop.py", "--log flush --keep-batches", 1, {"logging"}),
         ("trainer_script.py", PADDED, 2, {"padding"}),
+        ("written_out.py", WRITTEN_OUT, 2, {"precision", "attention"}),
     ],
 )
 def test_a_planted_bottleneck_is_named(script, options, first, names):
@@ -66,6 +68,15 @@ def test_what_is_mended_is_no_longer_named():
     assert "pinning" not in {f.name for f in diagnosed(f"{UNPINNED} --pin").worth_it[:2]}
     tf32, fp32 = diagnosed(f"{WIDE} --precision tf32"), diagnosed(WIDE)
     assert tf32.fix("precision").gain < fp32.fix("precision").gain
+
+
+def test_a_fix_that_is_tried_comes_near_what_was_predicted():
+    """Products in another format, put in place from outside."""
+    command = [sys.executable, str(SCRIPTS / "plain_loop.py"), *WIDE.split()]
+    found = diagnosed(WIDE)
+    tried = trial.tries(found, command, Stages(), rounds=2)["precision"]
+    off = (1 - found.fix("precision").gain) / (1 - tried.measured) - 1
+    assert abs(off) <= 2 * CLOSE and "same" in tried.losses, (found.fix("precision"), tried)
 
 
 def test_a_tuned_loop_raises_no_alarm():
@@ -88,5 +99,9 @@ def test_predictions_come_near_what_is_measured(name, start, only):
     run = ablations(open_workload(name, scale="small", device="cuda"), start, rounds=3, only=only)
     each = run.metrics["each"]
     assert not any(row["why"] for row in each.values())
-    offs = {fix: row["off"] for fix, row in each.items() if is_test(row)}
-    assert sum(abs(off) <= CLOSE for off in offs.values()) >= 0.6 * len(offs), offs
+    before = max((row["before"] for row in each.values()), key=len)
+    if max(before) > 1.2 * min(before):
+        pytest.skip(f"unsteady machine: the start's own rounds took {before} ms a step")
+    table = "\n".join(f"{fix}: {row}" for fix, row in each.items())
+    offs = [abs(row["off"]) for row in each.values() if is_test(row)]
+    assert sum(off <= CLOSE for off in offs) >= 0.6 * len(offs), table

@@ -7,8 +7,7 @@ import pytest
 from labutils.labs.ladders import A3_BASE
 from labutils.recipe import STOCK
 from labutils.results.records import Run
-from labutils.tools.diagnose import Fix
-from labutils.tools.diagnose.ablations import (
+from labutils.tools.ablations import (
     _row,
     ablations,
     fix_table,
@@ -16,6 +15,7 @@ from labutils.tools.diagnose.ablations import (
     recipes_of,
     round_costs,
 )
+from labutils.tools.diagnose import Fix
 from labutils.workloads import open_workload
 
 

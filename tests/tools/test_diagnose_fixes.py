@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 from dataclasses import replace
 
 import pytest
+import torch
 from gpu_steps import Steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from traces import TWO_STEPS
 
+from labutils import cli
+from labutils.profiling.call_stacks import Slice
+from labutils.profiling.products import Product, Rates, product_of
 from labutils.profiling.trace import Trace
-from labutils.tools.diagnose import budget, diagnose, fixes, report, sources
+from labutils.tools.diagnose import budget, diagnose, fixes, report, sources, trial
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
-from labutils.tools.diagnose.matmul_rates import Rates
 from labutils.tools.diagnose.step_queue import (
     READ,
     SPREAD,
     TO_DEVICE,
     TRACED_HOST,
     Piece,
-    Product,
     Queue,
     fitted,
 )
@@ -128,7 +133,8 @@ def test_tiny_kernels():
 
 
 def test_float32_products():
-    steps = three(lambda s: products(s, name="cutlass_80_simt_sgemm", types=("float",) * 2))
+    fp32 = {"gpu": 2700.0, "name": "cutlass_80_simt_sgemm", "types": ("float",) * 2}
+    steps = three(lambda s: products(s, **fp32))
     gain = diagnose(of_steps(steps)).fix("precision").gain
     assert gain == pytest.approx(1 - 1 / 12, abs=0.08)
 
@@ -191,7 +197,8 @@ def waiting(steps):
 )
 def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
     loader = {"num_workers": workers, "pin_memory": False}
-    evidence = of_steps(three(waiting), 5.0, loader=loader, fetch_cpu_ms=fetch_cpu_ms)
+    facts = {"loader": loader, "fetch_cpu_ms": fetch_cpu_ms, "batch_facts": [batch(bytes=1e5)]}
+    evidence = of_steps(three(waiting), 5.0, **facts)
     fix = fixes.workers(replace(evidence, cores=cores))
     assert (fix.gain > 0.5) == helps
     assert evidence.budget[budget.DATA] == pytest.approx(5.0, rel=0.1)
@@ -247,6 +254,119 @@ def test_what_is_computed_again():
 def test_the_format_of_a_product_is_its_kernels_or_else_its_inputs(kernel, types, dtype):
     evidence = of_steps(three(lambda s: products(s, 2, name=kernel, types=(types,) * 2)))
     assert {fixes.format_of(evidence, p) for p in evidence.queue.pieces if p.ms} == {dtype}
+
+
+HEADS, LONG, WIDE = 96, 1024, 64
+SCORES, VALUES = ((LONG, WIDE), (WIDE, LONG)), ((LONG, LONG), (LONG, WIDE))
+
+
+def batched(steps, sides):
+    shape = {"dims": [[HEADS, *side] for side in sides], "types": ["c10::BFloat16"] * 2}
+    steps.launch(BF16, 100, 10, "aten::bmm", blocks=8, **shape)
+
+
+def attention(steps):
+    """Forward and backward pass of one attention, written out."""
+
+    def over_scores():
+        for _ in range(3):
+            steps.launch("vectorized_elementwise_kernel", 300, 10)
+        steps.launch("cunn_SoftMaxForward", 300, 10)
+
+    batched(steps, SCORES)
+    over_scores()
+    batched(steps, VALUES)
+    products(steps, 2)
+    began = steps.now
+    for sides in (SCORES, VALUES):  # gradients of weights and values
+        batched(steps, sides)
+    over_scores()
+    for sides in (VALUES, VALUES):  # of queries and keys
+        batched(steps, sides)
+    steps.marked("backward", began)
+
+
+def test_attention_that_is_written_out_goes_into_one_call():
+    steps = three(lambda s: [attention(s) for _ in range(4)])
+    fix = diagnose(of_steps(steps)).worth_it[0]
+    assert fix.name == "attention" and "written out 4 times" in fix.reason
+    saved = 4 * 2 * 4 * 300 - 4 * 0.25 * 400  # what passes over scores, and a product once more
+    assert fix.gain == pytest.approx(saved / 1e3 * 3 / steps.lasts_ms, abs=0.02)
+    assert diagnose(of_steps(three(tuned))).fix("attention") is None
+
+
+def test_the_best_few_are_predicted_together():
+    def slow(steps):
+        products(steps, 4, gpu=2700.0, name="cutlass_80_simt_sgemm", types=("float",) * 2)
+        attention(steps)
+        attention(steps)
+
+    found = diagnose(of_steps(three(slow)))
+    names = found.together.name.split(" + ")
+    assert set(names) == {"precision", "attention"}
+    alone = [found.fix(name).gain for name in names]
+    assert found.together.gain == pytest.approx(sum(alone), abs=0.05)  # they share no kernel
+
+
+def test_a_wait_for_the_gpu_inside_a_loader_is_no_data():
+    """accelerate's loader moves the batch itself: it waits until the GPU is done."""
+
+    def body(steps):
+        products(steps, 10, gpu=900.0)
+        began = steps.now
+        steps.host(1000)
+        steps.copy_in(100)
+        steps.marked("data", began)
+
+    evidence = of_steps(three(body), 9.0)
+    assert evidence.data_ms == pytest.approx(1.0, abs=0.1)
+
+
+def test_products_keep_their_layout():
+    """Rows of 50,257 numbers begin at odd places, and columns of 768 do not."""
+    operator = Slice(0, 1, "aten::mm", dims=[[8, 768], [768, 50257]], strides=[[768, 1], [1, 768]])
+    assert product_of(operator) == Product(8, 50257, 768, turned=(False, True))
+    rates = Rates("cuda" if torch.cuda.is_available() else "cpu")
+    turned = Product(64, 48, 32, 3, turned=(True, True))
+    assert rates.ratio(turned, "bf16") > 0 and len(rates.known) == 2
+    assert rates.attention_ms(turned, backward=True) > 0
+
+
+# --------------------------------------------------------------------------- reports and bad input
+
+NASTY = "<script>alert(1)</script> [x](https://example.org) | `y` $z$"
+
+
+def test_a_report_is_80_columns_wide_and_a_page_escapes_what_it_is_given():
+    read = {"kind": "write", "place": "/x/train.py:41", "what": NASTY, "per_step": 1.0, "ms": 3.0}
+    evidence = of_steps(three(waiting), 5.0, calls=[read], batch_facts=[batch(bytes=1e5)])
+    diagnosis = diagnose(replace(evidence, source=NASTY, notes=(NASTY,)))
+    tried = {diagnosis.fixes[0].name: trial.Try(0.5, 0.4, 0.6, "the same losses to 0.0%")}
+    diagnosis = replace(diagnosis, tries=tried)
+    lines = report.text(diagnosis).splitlines()
+    assert max(map(len, lines)) <= 80 and "tried: saves 50% (40 to 60)" in "\n".join(lines)
+    assert lines[0].startswith("A step takes ") and "Do first: " in lines[0]
+    page = report.page(diagnosis)
+    assert "<script" not in page and 'href="https' not in page and "50 % (40 % to 60 %)" in page
+    assert page.count("data:image/png") == 2 and "default-src 'none'" in page
+
+
+ODD = (None, -1, 0, 1e308, float("nan"), float("-inf"), "x", [[]], {}, True, "\ud800", 2**70)
+
+
+def test_damaged_traces_end_with_one_message(tmp_path, capsys):
+    whole, draw = three(tuned).trace_events(), random.Random(0)
+    path = tmp_path / "trace.json"
+    for number in range(150):
+        events = copy.deepcopy(TWO_STEPS if number % 2 else whole)
+        for _ in range(draw.choice((1, 3, 30))):
+            event = draw.choice(events)
+            part = draw.choice([d for d in (event, event.get("args")) if d and isinstance(d, dict)])
+            part[draw.choice(list(part))] = copy.deepcopy(draw.choice(ODD))
+        path.write_text(json.dumps([*events, *([draw.choice(ODD)] if number % 5 == 0 else [])]))
+        code = cli.main(["diagnose", "--trace", str(path)])
+        said = capsys.readouterr()
+        assert (code, said.err.count("\n")) in ((0, 0), (2, 1)), said.err
 
 
 # --------------------------------------------------------------------------------------- the queue
@@ -343,6 +463,8 @@ def test_gains_are_shares_sorted_and_the_budget_is_the_step(evidence):
     gains = [fix.gain for fix in found.fixes]
     assert all(0 <= gain <= 1 for gain in gains) and gains == sorted(gains, reverse=True)
     assert sum(found.budget.values()) == pytest.approx(evidence.step_ms)
+    best = max((fix.gain for fix in found.fixes if fix.per == "step"), default=0.0)
+    assert found.together is None or found.together.gain > best
     json.dumps(report.record(found))
     assert report.text(found)
 

@@ -8,8 +8,10 @@
     sources          a record with its trace, or a trace alone (`trace_pieces`) -> `evidence`
     budget           shares the step's time out
     fixes            the rules: each replays the step's queue of work (`step_queue`) with one thing
-                     changed; `matmul_rates` measures what products take in another format
-    report           the diagnosis in words
+                     changed; `fixes.yaml` has their words
+    edits            the script's lines that a fix changes, and what to write in their place
+    trial            runs the script again with fixes put in place from outside
+    report           the diagnosis in words (`text.j2`), on a page (`page.j2`), for machines
     ablations        measures predicted gains on the course's own loop
 
 These may import training and what is below it, and no lab.
@@ -18,10 +20,11 @@ These may import training and what is below it, and no lab.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from labutils.tools.diagnose.evidence import Evidence
-from labutils.tools.diagnose.fixes import RULES, Fix
+from labutils.tools.diagnose.fixes import RULES, Fix, together
 
 WORTH = 0.03
 """A fix that saves less than this part of a step is named, and not proposed."""
@@ -29,10 +32,13 @@ WORTH = 0.03
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`fixes`: all that a rule spoke of, by their gain."""
+    """`fixes`: all that a rule spoke of, by their gain. `together`: the best few at once. `tries`:
+    fix -> what became of it on the script itself (`trial.Try`)."""
 
     evidence: Evidence
     fixes: tuple[Fix, ...]
+    together: Fix | None = None
+    tries: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def budget(self) -> Mapping[str, float]:
@@ -43,18 +49,15 @@ class Diagnosis:
     def worth_it(self) -> tuple[Fix, ...]:
         return tuple(fix for fix in self.fixes if fix.gain >= WORTH)
 
-    @property
-    def not_worth_it(self) -> tuple[Fix, ...]:
-        return tuple(fix for fix in self.fixes if fix.gain < WORTH)
-
     def fix(self, name: str) -> Fix | None:
         return next((fix for fix in self.fixes if fix.name == name), None)
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Every rule's fix, the one that saves most first."""
-    fixes = [fix for rule in RULES if (fix := rule(evidence)) is not None]
-    return Diagnosis(evidence, tuple(sorted(fixes, key=lambda fix: -fix.gain)))
+    fixes = [fix for rule in RULES.values() if (fix := rule(evidence)) is not None]
+    fixes.sort(key=lambda fix: -fix.gain)
+    return Diagnosis(evidence, tuple(fixes), together(evidence, fixes, WORTH))
 
 
 __all__ = ["WORTH", "Diagnosis", "Evidence", "Fix", "diagnose"]

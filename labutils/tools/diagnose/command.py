@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from argparse import Namespace
+from dataclasses import replace
 
-from labutils.tools.diagnose import diagnose, report, sources
+from labutils.tools.diagnose import diagnose, report, sources, trial
 from labutils.tools.diagnose.script import NoDiagnosis, Stages, watch
+from labutils.tools.diagnose.sources import short
 
 FAILED, WRONG_USAGE = 1, 2
 
 
-def main(
-    command: Sequence[str] = (),
-    trace: Path | None = None,
-    stages: Stages | None = None,
-    keep_going: bool = False,
-    folder: Path | None = None,
-    as_json: bool = False,
-) -> int:
+def main(options: Namespace) -> int:
     """Diagnose a script or a trace, print the diagnosis, and return the exit code."""
+    command, trace, page = options.command, options.trace, options.html
     if bool(command) == (trace is not None):
         words = "give one of: a script after two dashes (-- python train.py), or --trace FILE"
         return _refuse(words, WRONG_USAGE)
+    if options.try_fixes and trace is not None:
+        return _refuse("--try runs a script again: give one, and no --trace", WRONG_USAGE)
+    if page is not None and not page.parent.is_dir():
+        return _refuse(f"--html {page}: there is no folder {page.parent}", WRONG_USAGE)
+    stages = Stages(options.warmup, options.timed, options.steps)
     exit_code = None
     try:
         if trace is not None:
             evidence = sources.of_trace(trace)
         else:
-            exit_code, evidence = watch(command, stages, keep_going, folder)
+            exit_code, evidence = watch(command, stages, options.keep_going, options.folder)
+            files = (*evidence.files, *(word for word in command if word.endswith(".py")))
+            evidence = replace(evidence, files=tuple(dict.fromkeys(map(short, files))))
     except NoDiagnosis as error:
         return _refuse(str(error), WRONG_USAGE if error.usage else FAILED)
     except ValueError as error:
@@ -43,7 +45,11 @@ def main(
         why = (error.strerror or str(error)).lower()
         return _refuse(f"{error.filename} can't be read: {why}", WRONG_USAGE)
     diagnosis = diagnose(evidence)
-    if as_json:
+    if options.try_fixes and not exit_code:
+        diagnosis = replace(diagnosis, tries=trial.tries(diagnosis, command, stages))
+    if page is not None:
+        page.write_text(report.page(diagnosis), encoding="utf-8")
+    if options.json:
         print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False))
     else:
         print("", report.text(diagnosis), sep="\n")

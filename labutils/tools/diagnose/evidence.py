@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from labutils.tools.diagnose.matmul_rates import Rates
+from labutils.profiling.products import Rates
 from labutils.tools.diagnose.step_queue import Queue
 
 
@@ -55,7 +55,7 @@ class Evidence:
     queue: its pieces of work, the host's time already fitted to `step_ms`. budget: share of time ->
     milliseconds; they add up to `step_ms`. padding: part of the tokens. recomputed: part of the
     forward pass. memory_gb: (peak, all). held_in_format: another precision would be the model's own
-    and no autocast's.
+    and no autocast's. timeline: a traced step, see `Trace.timeline`. files: the script's own.
     """
 
     source: str
@@ -80,6 +80,8 @@ class Evidence:
     held_in_format: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    timeline: Mapping[str, Any] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> bool:

@@ -1,26 +1,37 @@
-"""Rules, one a fix: what in the evidence calls for it, what the step would last with it, and why.
+"""Rules, one a fix: what in the evidence calls for it, and what the step would last with it.
 
 Each gain is predicted by itself, by replaying the step's queue with one thing changed. The gains of
-several don't add up: what one has saved, the next can't. A rule that has nothing to go by returns
-None.
+several don't add up: what one has saved, the next can't. So the best few are replayed together as
+well. A rule that has nothing to go by returns None. What the fixes say is in fixes.yaml.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from labutils.tools.diagnose.evidence import Evidence, Line
 from labutils.tools.diagnose.step_queue import COPY, READ, TO_DEVICE, Piece, Queue
+
+Change = Callable[[Queue], Queue]
+
+
+@functools.cache
+def texts() -> dict[str, Any]:
+    return yaml.safe_load(Path(__file__).with_name("fixes.yaml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
 class Fix:
     """`gain`: the predicted share of the step's time saved, 0 to 1; where `per` says so, of the
     time that an example or a useful token takes. `do`: what to type. `sources`: "file:line" of what
-    is to be changed. `changes`: the settings that make it, for `ablations`; {} where there are
-    none."""
+    is to be changed. `changes`: the settings that make it, for `ablations` and `trial`; {} where
+    there are none. `facts`: what its words hold. `after`: the queue with it."""
 
     name: str
     gain: float
@@ -29,20 +40,57 @@ class Fix:
     sources: tuple[str, ...] = ()
     changes: dict[str, Any] = field(default_factory=dict)
     per: str = "step"
+    facts: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    after: Change = field(default=lambda queue: queue, repr=False, compare=False)
 
 
-Rule = Callable[[Evidence], Fix | None]
+def _fix(e: Evidence, name: str, after: Change, lines: Iterable[Line] = (), **facts: Any) -> Fix:
+    """A fix with its words of fixes.yaml. facts: what stands in them, and `changes` and `per`."""
+    words, per = texts()[name], facts.pop("per", "step")
+    changes = facts.pop("changes", words.get("changes", {}))
+    reason, do = (words[part].format(**facts) for part in ("reason", "do"))
+    places = tuple(dict.fromkeys(line.place for line in lines))[:5]
+    gain = e.queue.gain(after(e.queue))
+    return Fix(name, gain, reason, do, places, changes, per, facts, after)
 
 
-def _places(lines: Iterable[Line]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(line.place for line in lines))[:5]
+def _each(change: Callable[[Piece], Piece]) -> Change:
+    return lambda queue: queue.each(change)
+
+
+MOST_TOGETHER = 3
+
+
+def together(e: Evidence, fixes: Sequence[Fix], worth: float) -> Fix | None:
+    """The best few fixes at once: the best one, and what adds most to it. None where nothing does.
+
+    They are put in place in the order of `RULES`: what is captured, or fed, is the mended step.
+    """
+    order = list(RULES)
+    chosen: list[Fix] = []
+    best, left = 0.0, [fix for fix in fixes if fix.per == "step" and fix.gain >= worth][:5]
+    while left and len(chosen) < MOST_TOGETHER:
+        tried = []
+        for fix in left:
+            queue = e.queue
+            for one in sorted([*chosen, fix], key=lambda f: order.index(f.name)):
+                queue = one.after(queue)
+            tried.append((e.queue.gain(queue), fix))
+        gain, fix = max(tried, key=lambda row: row[0])
+        if gain < best + worth:
+            break
+        best, chosen = gain, [*chosen, fix]
+        left = [fix for fix in left if fix not in chosen]
+    names = " + ".join(fix.name for fix in chosen)
+    changes = {key: value for fix in chosen for key, value in fix.changes.items()}
+    return Fix(names, best, "", changes=changes) if len(chosen) > 1 else None
 
 
 # ---------------------------------------------------------------------------------------- the data
 
-HAND_OVER_MS = 0.3
-"""What a batch that a worker has ready costs training, besides `HAND_OVER_GB_PER_S`."""
-HAND_OVER_GB_PER_S = 4.0
+HAND_OVER_MS, HAND_OVER_GB_PER_S = 1.0, 0.75
+"""What a batch that a worker has ready costs training: taking it, and touching its shared memory
+for the first time. 3 MB took 6 ms on a virtual machine of two cores, and 5 on an H200's host."""
 MOST_WORKERS = 16
 NEARLY = 0.03
 """Of two numbers of workers the smaller is proposed where its step is hardly longer."""
@@ -62,23 +110,28 @@ def workers(e: Evidence) -> Fix | None:
     if e.data_ms <= 1.2 * hand_over and now:
         return None
     fetch = e.data_ms if now == 0 else now * e.step_ms
-    fed_ms = _with_data(e.queue, min(hand_over, e.data_ms)).step_ms
+    wait = min(hand_over, e.data_ms)
+    fed_ms = _with_data(e.queue, wait).step_ms
     # One thread launches, or on a CPU all compute.
     training = e.queue.total("host_ms") + (0.0 if e.on_gpu else e.threads * e.queue.device_ms)
     busy = training + (fetch if own_cpu_ms is None else own_cpu_ms)
     most = MOST_WORKERS if own_cpu_ms is not None else min(MOST_WORKERS, max(1, e.cores))
-    steps = {n: max(fed_ms, fetch / n, busy / e.cores) for n in range(now + 1, most + 1)}
+    least = {n: max(fetch / n, busy / e.cores) for n in range(now + 1, most + 1)}
+    steps = {n: max(fed_ms, ms) for n, ms in least.items()}
     if not steps:
         return None
     chosen = min(n for n, ms in steps.items() if ms <= (1 + NEARLY) * min(steps.values()))
-    return Fix(
-        "workers",
-        min(1.0, max(0.0, 1 - steps[chosen] / e.queue.step_ms)),
-        f"The loop waits {e.data_ms:.1f} ms a step for data, with {now} workers. {chosen} workers "
-        f"on {e.cores} cores have it ready for a step of {steps[chosen]:.1f} ms.",
-        f"DataLoader(num_workers={chosen}, persistent_workers=True)",
-        changes={"num_workers": chosen, "persistent_workers": True},
-    )
+    facts = {"data_ms": e.data_ms, "now": now, "cores": e.cores, "step_ms": steps[chosen]}
+    changes = {"num_workers": chosen, "persistent_workers": True}
+    after = functools.partial(_fed, wait=wait, least_ms=least[chosen])
+    return _fix(e, "workers", after, chosen=chosen, changes=changes, **facts)
+
+
+def _fed(queue: Queue, wait: float, least_ms: float) -> Queue:
+    """The waits for data take `wait` a step, or so long that the step lasts at least `least_ms`."""
+    fed = _with_data(queue, wait)
+    short = least_ms - fed.step_ms
+    return _with_data(queue, wait + short) if short > 0 else fed
 
 
 def _with_data(queue: Queue, ms: float) -> Queue:
@@ -97,25 +150,17 @@ on an H200's host 55 against 25 GB/s."""
 
 def pinning(e: Evidence) -> Fix | None:
     """Page-locked batches and copies that don't wait: the host runs on, and copies get shorter."""
-    waiting = [p for p in e.queue.pieces if p.kind == COPY and p.waits == TO_DEVICE]
+    waiting = sum(p.kind == COPY and p.waits == TO_DEVICE for p in e.queue.pieces)
     if not e.on_gpu or not waiting:
         return None
     shorter = 1.0 if e.loader and e.loader.pin_memory else PINNED
 
     def pinned(piece: Piece) -> Piece:
-        if piece.kind != COPY or piece.waits != TO_DEVICE:
-            return piece
-        return piece.but(waits="", ms=shorter * piece.ms)
+        mine = piece.kind == COPY and piece.waits == TO_DEVICE
+        return piece.but(waits="", ms=shorter * piece.ms) if mine else piece
 
-    return Fix(
-        "pinning",
-        e.queue.gain(e.queue.each(pinned)),
-        f"{len(waiting) / e.queue.steps:.3g} copies to the GPU a step make the host wait, so that "
-        "it can't launch ahead.",
-        'DataLoader(pin_memory=True) and .to("cuda", non_blocking=True)',
-        _places(line for line in e.reads if line.what in TO_LINES),
-        {"pin_memory": True, "non_blocking": True},
-    )
+    lines = (line for line in e.reads if line.what in TO_LINES)
+    return _fix(e, "pinning", _each(pinned), lines, count=waiting / e.queue.steps)
 
 
 # ------------------------------------------------------------------------------- waits and writing
@@ -124,17 +169,12 @@ def pinning(e: Evidence) -> Fix | None:
 def syncs(e: Evidence) -> Fix | None:
     """Values that are read each step: without the waits the host runs ahead of the GPU. (On a CPU
     there is no one to wait for.)"""
-    reads = [p for p in e.queue.pieces if p.waits == READ]
+    reads = sum(p.waits == READ for p in e.queue.pieces)
     if not e.on_gpu or not reads:
         return None
-    return Fix(
-        "syncs",
-        e.queue.gain(e.queue.each(lambda p: p.but(waits="") if p.waits == READ else p)),
-        f"The host waits for the GPU {len(reads) / e.queue.steps:.3g} times a step to read "
-        "something; meanwhile it launches nothing.",
-        "keep such values on the device, and read them every 50 steps or so",
-        _places(line for line in e.reads if line.what not in TO_LINES),
-    )
+    after = _each(lambda p: p.but(waits="") if p.waits == READ else p)
+    lines = (line for line in e.reads if line.what not in TO_LINES)
+    return _fix(e, "syncs", after, lines, count=reads / e.queue.steps)
 
 
 TRIFLE = 0.002
@@ -152,15 +192,8 @@ def logging(e: Evidence) -> Fix | None:
 
     lines = [line for line in e.writes if line.ms > 0.02 * e.log_ms]
     what = ", ".join(dict.fromkeys(line.what for line in lines[:3]))
-    return Fix(
-        "logging",
-        e.queue.gain(e.queue.each(without)),
-        f"Writing takes {e.log_ms:.2f} ms a step{f' ({what})' if what else ''}, while nothing else "
-        "is given to do.",
-        "write every 50 steps or so, without flushing, or from another thread",
-        _places(lines),
-        {"logging": "ring-buffer"},
-    )
+    words = f" ({what})" if what else ""
+    return _fix(e, "logging", _each(without), lines, log_ms=e.log_ms, what=words)
 
 
 # --------------------------------------------------------------------------------------- launching
@@ -180,19 +213,12 @@ MERGED = ("elementwise", CASTS, *HEAVY, "foreach")
 
 def capture(e: Evidence) -> Fix | None:
     """The whole step as one CUDA graph: kernels, a gap after each, and waits for data remain."""
-    launches = len(e.queue.pieces) / e.queue.steps
-    host_decides = e.queue.step_ms >= HOST_DECIDES * e.queue.device_ms
+    launches, device_ms = len(e.queue.pieces) / e.queue.steps, e.queue.device_ms
+    host_decides = _with_data(e.queue, 0.0).step_ms >= HOST_DECIDES * device_ms
     if not e.on_gpu or launches < FEW_LAUNCHES or not host_decides:
         return None
-    return Fix(
-        "capture",
-        e.queue.gain(e.queue.having(captured(e.queue.pieces))),
-        f"The GPU has work for {e.queue.device_ms:.1f} of {e.step_ms:.1f} ms: the host can't "
-        f"launch {launches:.0f} pieces of work a step any faster.",
-        'torch.compile(model, mode="reduce-overhead"), or torch.cuda.graph around the whole step; '
-        "shapes must be fixed",
-        changes={"driver": "graph", "optimizer": "adamw-fused", "logging": "ring-buffer"},
-    )
+    facts = {"launches": launches, "device_ms": device_ms, "step_ms": e.step_ms}
+    return _fix(e, "capture", lambda queue: queue.having(captured(queue.pieces)), **facts)
 
 
 def captured(pieces: Sequence[Piece]) -> list[Piece]:
@@ -203,8 +229,8 @@ def captured(pieces: Sequence[Piece]) -> list[Piece]:
     for stretch in _stretches(pieces, lambda _, piece: bool(piece.data_ms or piece.log_ms)):
         first = stretch[0]
         ms = sum(piece.ms + GRAPH_GAP_MS for piece in stretch if piece.ms)
-        graph = Piece("other", ms, GRAPH_LAUNCH_MS, first.phase)
-        graphs.append(graph.but(data_ms=first.data_ms, log_ms=first.log_ms))
+        start = (first.phase, "", first.data_ms, first.log_ms)
+        graphs.append(Piece("other", ms, GRAPH_LAUNCH_MS, *start))
     return graphs
 
 
@@ -223,18 +249,11 @@ def compiling(e: Evidence) -> Fix | None:
     before = len(e.queue.pieces) / e.queue.steps
     if e.on_gpu and before < FEW_LAUNCHES:
         return None
-    after = e.queue.having(merged(e.queue.pieces))
-    left = len(after.pieces) / e.queue.steps
+    left = len(merged(e.queue.pieces)) / e.queue.steps
     if left > 0.95 * before:
         return None
-    return Fix(
-        "compile",
-        e.queue.gain(after),
-        f"{before - left:.0f} of {before:.0f} operations a step only pass over tensors next to "
-        "others that do: merged, they are neither called nor go through memory.",
-        "torch.compile(model)",
-        changes={"compile": "default"},
-    )
+    after = lambda queue: queue.having(merged(queue.pieces))  # noqa: E731
+    return _fix(e, "compile", after, before=before, merged=before - left)
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -268,6 +287,75 @@ def _kernels(run: list[Piece]) -> list[Piece]:
 
 # ------------------------------------------------------------------------------------ computing
 
+FAR = 24
+"""So many pieces lie between the two products of an attention that is written out, at most."""
+
+
+def attention(e: Evidence) -> Fix | None:
+    """Attention written out: one call keeps the scores out of memory, and takes what was measured
+    for it here."""
+    found = written_out(e.queue.pieces)
+    if not found:
+        return None
+    forward = [e.queue.pieces[run[0]] for run in found if len(run) == 2]
+    size = 4 if format_of(e, e.queue.pieces[found[0][0]]) in ("fp32", "tf32") else 2
+    scores = sum(size * p.product.count * p.product.m * p.product.n for p in forward if p.product)
+    gb = scores / e.queue.steps / e.accumulation / 1e9
+    facts = {"count": len(forward) / e.queue.steps, "gb": gb}
+    return _fix(e, "attention", lambda queue: _in_one_call(e, queue), **facts)
+
+
+def written_out(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Places of batched products that are an attention's: [scores, values] of a forward pass, or
+    the four of a backward pass, with a softmax between the first half and the second."""
+    batched = [n for n, piece in enumerate(pieces) if piece.product and piece.product.count > 1]
+    found, at = [], 0
+    while at < len(batched):
+        runs = [run for n in (2, 4) if _is_one(pieces, run := batched[at : at + n])]
+        found += runs[:1]
+        at += len(runs[0]) if runs else 1
+    return found
+
+
+def _is_one(pieces: Sequence[Piece], places: Sequence[int]) -> bool:
+    """Whether products belong to one attention: of the same three sizes, and near each other."""
+    products, half = [pieces[place].product for place in places], len(places) // 2
+    if len(places) not in (2, 4) or places[-1] - places[0] > FAR * half:
+        return False
+    softmax = any(p.kind in HEAVY for p in pieces[places[half - 1] + 1 : places[half]])
+    alike = len({(p.count, *sorted((p.m, p.n, p.k))) for p in products}) == 1
+    first, last = products[0], products[-1]
+    return softmax and alike and (half == 2 or (first.m, first.n) == (last.m, last.k))
+
+
+def _in_one_call(e: Evidence, queue: Queue) -> Queue:
+    """Each attention that is written out as one piece, from its first product to its last."""
+    pieces = list(queue.pieces)
+    for run in reversed(written_out(pieces)):
+        parts = pieces[run[0] : run[-1] + 1]
+        backward = len(run) == 4
+        products = [pieces[place] for place in run]
+        as_is = sum(piece.ms for piece in products) * (1.25 if backward else 1.0)
+        shape = products[0].product.in_format(format_of(e, products[0]) or "fp32")
+        if backward:  # its products stand in any order; the head's width is the shortest side
+            k, n, m = sorted((shape.m, shape.n, shape.k))
+            shape = replace(shape, m=m, n=n, k=k)
+        ms = e.rates.attention_ms(shape, backward)
+        host = 2 * sum(piece.host_ms for piece in parts) / len(parts)
+        one = products[0].but(kind="attention", ms=as_is if ms is None else ms, host_ms=host)
+        one = one.but(product=shape, phase="backward" if backward else one.phase)
+        sums = {part: sum(getattr(p, part) for p in parts) for part in ("data_ms", "log_ms")}
+        pieces[run[0] : run[-1] + 1] = [one.but(waits=parts[-1].waits, **sums)]
+    return queue.having(pieces)
+
+
+HALVES = ("bf16", "fp16")
+AUTOCAST_MOVES = 0.75
+"""What elementwise kernels move under autocast, of their bytes in float32: those between two
+products half, those that add to float32 nearly all. An assumption."""
+SCALED = 1.03
+"""FP16 takes a gradient scaler: it is proposed where BF16 is slower by more than that."""
+
 
 def precision(e: Evidence) -> Fix | None:
     """Products in another format: each of the step's own sizes takes as much less as was measured.
@@ -278,27 +366,21 @@ def precision(e: Evidence) -> Fix | None:
     mine = [p for p in e.queue.pieces if format_of(e, p) in ("fp32", "tf32")]
     if not mine:
         return None
-    gains = {}
-    for dtype in ("tf32", "bf16") if e.on_gpu else ("bf16",):
+    after: dict[str, Change] = {}
+    lasts: dict[str, float] = {}
+    for dtype in ("bf16",) if e.held_in_format or not e.on_gpu else ("tf32", *HALVES):
         # The longest first, as the time to measure products in is short.
         for piece in sorted(mine, key=lambda p: -p.ms):
             _in_format(e, piece, dtype)
-        gains[dtype] = e.queue.gain(e.queue.each(lambda p, d=dtype: _in_format(e, p, d)))
-    best = "bf16" if e.held_in_format else max(gains, key=gains.__getitem__)
-    share = sum(p.ms for p in mine) / e.queue.steps / e.queue.step_ms
-    do = {
-        "tf32": 'torch.set_float32_matmul_precision("high")',
-        "bf16": f'with torch.autocast("{e.device}", torch.bfloat16): around forward pass and loss',
-    }
+        after[dtype] = _each(functools.partial(_in_format, e, dtype=dtype))
+        lasts[dtype] = after[dtype](e.queue).step_ms
+    best = min(lasts, key=lambda d: lasts[d] * (SCALED if d == "fp16" else 1.0))
+    gains = {d: max(0.0, 1 - ms / e.queue.step_ms) for d, ms in lasts.items()}
     others = "".join(f" ({d} alone: {gain:.0%})" for d, gain in gains.items() if d != best)
-    return Fix(
-        "precision",
-        gains[best],
-        f"Products in float32 take {share:.0%} of the step; the fastest format for those sizes is "
-        f"{best if gains[best] > 0.005 else 'float32'}{others}.",
-        do[best],
-        changes={"precision": best},
-    )
+    facts = {"share": sum(p.ms for p in mine) / e.queue.steps / e.queue.step_ms, "others": others}
+    facts |= {"line": texts()[best]["do"].format(device=e.device), "changes": {"precision": best}}
+    named = best if gains[best] > 0.005 else "float32"
+    return _fix(e, "precision", after[best], best=named, **facts)
 
 
 def format_of(e: Evidence, piece: Piece) -> str:
@@ -312,21 +394,28 @@ def format_of(e: Evidence, piece: Piece) -> str:
 def _in_format(e: Evidence, piece: Piece, dtype: str) -> Piece:
     """The piece with its product in another format, its casts included."""
     own, product = format_of(e, piece), piece.product
+    autocast = dtype in HALVES and not e.held_in_format
     if own not in ("fp32", "tf32"):
-        moved = dtype == "bf16" and piece.kind != COPY and piece.phase not in UPDATE
-        return piece.scaled(0.5) if moved and e.held_in_format else piece
+        within = dtype in HALVES and piece.kind != COPY and piece.phase not in (*UPDATE, "encode")
+        if autocast:
+            within = within and e.on_gpu and piece.kind == "elementwise"
+        return piece.scaled(AUTOCAST_MOVES if autocast else 0.5) if within else piece
     if product is None:
         return piece.scaled(e.rates.large(own, dtype))
+    product, backward = product.in_format(own), piece.phase == "backward"
+    if piece.kind == "attention":
+        ms = [e.rates.attention_ms(product.in_format(d), backward) for d in (own, dtype)]
+        return piece.scaled(ms[1] / ms[0] if all(ms) else e.rates.large(own, dtype))
     casts_ms = 0.0
-    if dtype == "bf16" and not e.held_in_format:
-        # Autocast reads four bytes a number and writes two. The weight is cast in the forward pass,
-        # and its gradient back in the backward pass, which has two products for that one.
-        weight = product.k * product.n
-        if piece.phase == "backward":
-            weight = product.n * max(product.m, product.k) / 2
-        casts_ms = e.rates.moved_ms(6 * weight)
-    ratio = e.rates.ratio(product.in_format(own), dtype)
-    return piece.but(ms=ratio * piece.ms + casts_ms)
+    if autocast:
+        # It reads four bytes a number and writes two: of what a product is given in the forward
+        # pass, half of which has it already, and of gradients in the backward pass, which has two
+        # products for that one. Weights and their gradients are always cast.
+        given = product.k * product.n + product.m * product.k / 2
+        if backward:
+            given = product.n * max(product.m, product.k) / 2 + product.m * product.k / 4
+        casts_ms = e.rates.moved_ms(6 * product.count * given)
+    return piece.but(ms=e.rates.ratio(product, dtype) * piece.ms + casts_ms)
 
 
 FEW = 4
@@ -355,16 +444,10 @@ def batch(e: Evidence) -> Fix | None:
             return piece if merging else piece.scaled(1 / factor, 1 / factor)
         return piece.but(ms=grown_ms(e, piece, factor)).scaled(1 / factor, 1 / factor)
 
-    device, size = "GPU" if e.on_gpu else "processor", e.examples or "few"
-    return Fix(
-        "batch size",
-        e.queue.gain(e.queue.each(part)),
-        f"Batches of {size} examples don't fill the {device}: {factor} times as many take less "
-        "time each.",
-        f"{factor} times the batch size" + (", and less accumulation" if merging else ""),
-        changes={"batches_merged": factor} if merging else {},
-        per="step" if merging else "example",
-    )
+    facts = {"size": e.examples or "few", "device": "GPU" if e.on_gpu else "processor"}
+    facts |= {"merging": ", and less accumulation" if merging else "", "factor": factor}
+    facts |= {"changes": {"batches_merged": factor} if merging else {}}
+    return _fix(e, "batch size", _each(part), per="step" if merging else "example", **facts)
 
 
 PARTLY, FULL = 1 / 3, 2 / 3
@@ -411,16 +494,9 @@ def checkpointing(e: Evidence) -> Fix | None:
     if backward <= 0:
         return None
     left = max(0.2, 1 - e.recomputed * forward / backward)
-    after = e.queue.each(lambda p: p.scaled(left, left) if p.phase == "backward" else p)
+    after = _each(lambda p: p.scaled(left, left) if p.phase == "backward" else p)
     room = f" {whole - peak:.0f} GB are free." if e.memory_gb else ""
-    return Fix(
-        "checkpointing",
-        e.queue.gain(after),
-        f"The backward pass computes {e.recomputed:.0%} of the forward pass again to save "
-        f"memory.{room}",
-        "turn activation checkpointing off, or keep it for some of the layers only",
-        changes={"checkpointing": "off"},
-    )
+    return _fix(e, "checkpointing", after, part=e.recomputed, room=room)
 
 
 def padding(e: Evidence) -> Fix | None:
@@ -429,18 +505,10 @@ def padding(e: Evidence) -> Fix | None:
         return None
     useful = 1 - e.padding
 
-    def shorter(piece: Piece) -> Piece:
-        untouched = piece.phase in (*UPDATE, *OUTSIDE)
-        return piece if untouched else piece.but(ms=grown_ms(e, piece, useful))
+    def shorter(p: Piece) -> Piece:
+        return p if p.phase in (*UPDATE, *OUTSIDE) else p.but(ms=grown_ms(e, p, useful))
 
-    return Fix(
-        "padding",
-        e.queue.gain(e.queue.each(shorter)),
-        f"{e.padding:.0%} of the tokens are padding, and are computed on like the others.",
-        "batch texts of like length, pad to the batch's longest only, or pack several in a row",
-        changes={"shapes": "packed"},
-        per="useful token",
-    )
+    return _fix(e, "padding", _each(shorter), part=e.padding, per="useful token")
 
 
 # -------------------------------------------------------------------------------------- the update
@@ -454,26 +522,18 @@ PER_TENSOR_MS = 0.003
 
 def optimizer(e: Evidence) -> Fix | None:
     """The fused form: one pass over parameters, gradients and moments instead of a dozen."""
-    mine = [p for p in e.queue.pieces if p.phase == "optimizer"]
-    if e.optimizer is None or e.optimizer.form in ("", "fused") or not mine:
+    count = sum(p.phase == "optimizer" for p in e.queue.pieces)
+    if e.optimizer is None or e.optimizer.form in ("", "fused") or not count:
         return None
     host = e.queue.total("host_ms", "optimizer")
     left = max(host * FUSED_LAUNCHES, min(host, PER_TENSOR_MS * e.optimizer.tensors))
     factor = left / host if host else 1.0
 
-    def fused(piece: Piece) -> Piece:
-        if piece.phase == "optimizer":
-            return piece.scaled(FUSED_TRAFFIC, factor).but(waits="")
-        return piece
+    def fused(p: Piece) -> Piece:
+        return p.scaled(FUSED_TRAFFIC, factor).but(waits="") if p.phase == "optimizer" else p
 
-    return Fix(
-        "optimizer",
-        e.queue.gain(e.queue.each(fused)),
-        f"{e.optimizer.name} updates in {len(mine) / e.queue.steps:.0f} operations what one can do "
-        "in one pass.",
-        f"torch.optim.{e.optimizer.name}(..., fused=True)",
-        changes={"optimizer": "adamw-fused"},
-    )
+    facts = {"count": count / e.queue.steps, "optimizer": e.optimizer.name}
+    return _fix(e, "optimizer", _each(fused), **facts)
 
 
 def caching(e: Evidence) -> Fix | None:
@@ -482,19 +542,24 @@ def caching(e: Evidence) -> Fix | None:
     spent = e.queue.total("ms", "encode")
     if not spent:
         return None
-    batches = e.loader.batches if e.loader else 1.0
-    fed = _with_data(e.queue, min(e.data_ms, HAND_OVER_MS * batches))
-    kept = fed.each(lambda p: p.scaled(0, 0).but(waits="") if p.phase == "encode" else p)
-    return Fix(
-        "caching",
-        e.queue.gain(kept),
-        f"Frozen encoders take {spent:.1f} ms a step, and answer the same each epoch.",
-        "encode every example once, and train on what was kept",
-        changes={"cache": "features"},
-    )
+    left_ms = min(e.data_ms, HAND_OVER_MS * (e.loader.batches if e.loader else 1.0))
+    kept = _each(lambda p: p.scaled(0, 0).but(waits="") if p.phase == "encode" else p)
+    return _fix(e, "caching", lambda queue: kept(_with_data(queue, left_ms)), spent=spent)
 
 
-RULES: tuple[Rule, ...] = (
-    *(workers, pinning, syncs, logging, capture, compiling),
-    *(precision, batch, checkpointing, padding, optimizer, caching),
-)
+RULES: dict[str, Callable[[Evidence], Fix | None]] = {
+    "attention": attention,
+    "padding": padding,
+    "batch size": batch,
+    "precision": precision,
+    "optimizer": optimizer,
+    "checkpointing": checkpointing,
+    "syncs": syncs,
+    "logging": logging,
+    "pinning": pinning,
+    "compile": compiling,
+    "capture": capture,
+    "caching": caching,
+    "workers": workers,
+}
+"""In the order in which fixes are put in place together: what is captured is the mended step."""

@@ -1,84 +1,96 @@
 """A diagnosis in words: where the step's time goes, what to change first and why, and what isn't
-worth changing.
+worth changing. `record` has all of it as plain data; the templates text.j2 and page.j2 show it.
 """
 
 from __future__ import annotations
 
+import base64
+import io
+import re
 import textwrap
-from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from labutils.tools.diagnose import WORTH, Diagnosis
+import jinja2
 
-WIDTH = 110
-BAR = 24
+from labutils.tools.diagnose import WORTH, Diagnosis
+from labutils.tools.diagnose.edits import edits
+
+WIDTH = 80
 SMALL = 0.005
 """Shares of the step below this are gathered in one row."""
-
-
-def text(diagnosis: Diagnosis) -> str:
-    """What `labutils diagnose` prints."""
-    parts = _head(diagnosis), _budget(diagnosis), _fixes(diagnosis), _small_fixes(diagnosis)
-    notes = ("\n".join(_wrapped(f"Note: {note}", "", "  ")) for note in diagnosis.evidence.notes)
-    return "\n\n".join([*filter(None, map("\n".join, parts)), *notes])
-
-
-def _head(diagnosis: Diagnosis) -> Iterator[str]:
-    e = diagnosis.evidence
-    passes = f", {e.accumulation:.3g} backward passes in it" if e.accumulation >= 1.5 else ""
-    on = "a GPU" if e.on_gpu else f"a CPU, {e.threads} thread{'s' if e.threads != 1 else ''}"
-    source = e.source[0].upper() + e.source[1:]
-    yield f"{source}: {e.step_ms:.2f} ms an optimizer step{passes}, on {on}."
-
-
-def _budget(diagnosis: Diagnosis) -> Iterator[str]:
-    step_ms, budget = diagnosis.evidence.step_ms, diagnosis.budget
-    large = {name: ms for name, ms in budget.items() if ms >= SMALL * step_ms}
-    rest = sum(budget.values()) - sum(large.values())
-    yield "Where it goes"
-    for name, ms in (large | ({"smaller ones": rest} if rest > 0 else {})).items():
-        share = ms / step_ms
-        yield f"  {name:<30} {ms:9.2f} ms {share:5.0%}  {'#' * round(BAR * share)}".rstrip()
-
-
-def _fixes(diagnosis: Diagnosis) -> Iterator[str]:
-    if not diagnosis.worth_it:
-        yield f"No fix is predicted to save {WORTH:.0%} or more of the step."
-        return
-    yield "What to change first (each gain by itself; they don't add up)"
-    for place, fix in enumerate(diagnosis.worth_it, 1):
-        yield f"  {place}. {fix.name}: saves {fix.gain:.0%} of the time per {fix.per}, as predicted"
-        yield from _wrapped(fix.reason)
-        yield from _wrapped(f"-> {fix.do}")
-        if fix.sources:
-            yield from _wrapped(f"at {', '.join(fix.sources)}")
-
-
-def _small_fixes(diagnosis: Diagnosis) -> Iterator[str]:
-    if diagnosis.not_worth_it:
-        yield f"Looked at, and predicted to save less than {WORTH:.0%}"
-    for fix in diagnosis.not_worth_it:
-        places = f" ({', '.join(fix.sources)})" if fix.sources else ""
-        yield from _wrapped(f"{fix.name} ({fix.gain:.1%}): {fix.reason}{places}", "  ", "    ")
-
-
-def _wrapped(words: str, first: str = "     ", others: str = "     ") -> list[str]:
-    return textwrap.wrap(
-        words, WIDTH, initial_indent=first, subsequent_indent=others, break_long_words=False
-    )
+FACTS = ("name", "gain", "per", "reason", "do", "sources", "changes")
 
 
 def record(diagnosis: Diagnosis, exit_code: int | None = None) -> dict[str, Any]:
     """The diagnosis for machines."""
     e = diagnosis.evidence
-    facts = {
-        "source": e.source,
-        "device": e.device,
-        "step_ms": e.step_ms,
-        "accumulation": e.accumulation,
-        "budget_ms": dict(diagnosis.budget),
-        "fixes": [asdict(fix) for fix in diagnosis.fixes],
-        "notes": list(e.notes),
-    }
+    facts = {name: getattr(e, name) for name in ("source", "device", "step_ms", "accumulation")}
+    facts |= {"budget_ms": dict(diagnosis.budget), "notes": list(e.notes), "threads": e.threads}
+    facts["fixes"] = [_row(diagnosis, fix) for fix in diagnosis.fixes]
+    facts["together"] = [_row(diagnosis, fix) for fix in (diagnosis.together,) if fix]
     return facts if exit_code is None else facts | {"exit_code": exit_code}
+
+
+def _row(diagnosis: Diagnosis, fix: Any) -> dict[str, Any]:
+    row = {name: getattr(fix, name) for name in FACTS} | {"worth_it": fix.gain >= WORTH}
+    row["edits"] = [edit._asdict() for edit in edits(fix, diagnosis.evidence.files)]
+    tried = diagnosis.tries.get(fix.name)
+    return row | {"tried": tried and asdict(tried)}
+
+
+def text(diagnosis: Diagnosis) -> str:
+    """What `labutils diagnose` prints."""
+    return _filled("text.j2", diagnosis)
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """One page of HTML that loads nothing."""
+    from labutils.tools.pages import MARKDOWN, as_html
+
+    title = "Where a training step's time goes"
+    return as_html(_filled("page.j2", diagnosis), MARKDOWN, title, "diagnosis")
+
+
+def _filled(template: str, diagnosis: Diagnosis) -> str:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    words = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
+    words.filters |= {"wrap": _wrapped, "plain": _plain}
+    words.globals |= {"picture": lambda what: _picture(diagnosis, what), "worth": WORTH}
+    facts = record(diagnosis)
+    return words.get_template(template).render(facts, rows=_rows(diagnosis)).strip()
+
+
+def _rows(diagnosis: Diagnosis) -> dict[str, float]:
+    """Share -> milliseconds, small ones together."""
+    least = SMALL * diagnosis.evidence.step_ms
+    large = {name: ms for name, ms in diagnosis.budget.items() if ms >= least}
+    rest = sum(diagnosis.budget.values()) - sum(large.values())
+    return large | ({"smaller ones": rest} if rest > 0 else {})
+
+
+def _wrapped(words: str, first: str = "     ", others: str = "     ") -> str:
+    options = {"initial_indent": first, "subsequent_indent": others, "break_long_words": False}
+    return "\n".join(textwrap.wrap(words, WIDTH, break_on_hyphens=False, **options))
+
+
+def _plain(words: str) -> str:
+    """Words that Markdown takes as they are."""
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(words.split()))
+
+
+def _picture(diagnosis: Diagnosis, what: str) -> str:
+    """A picture as an address that holds it: the "timeline", or the "shares"."""
+    from matplotlib.figure import Figure
+
+    from labutils.course import plots
+
+    ax = Figure(figsize=(9, 2.6), layout="constrained").subplots()
+    if what == "timeline":
+        plots.timeline(ax, diagnosis.evidence.timeline)
+    else:
+        plots.breakdown(ax, {"a step": _rows(diagnosis)})
+    file = io.BytesIO()
+    ax.figure.savefig(file, dpi=150, bbox_inches="tight")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -10,12 +10,12 @@ from typing import Any
 
 from labutils.profiling.intervals import difference, total, union
 from labutils.profiling.machine import default_device, usable_cores
+from labutils.profiling.products import Rates, recomputed
 from labutils.profiling.trace import Trace
 from labutils.tools.diagnose import budget
 from labutils.tools.diagnose.evidence import Evidence, Line, Loader, Optimizer
-from labutils.tools.diagnose.matmul_rates import Rates
 from labutils.tools.diagnose.step_queue import Queue, fitted
-from labutils.tools.diagnose.trace_pieces import queue_of, recomputed
+from labutils.tools.diagnose.trace_pieces import queue_of
 
 
 def of_trace(path: str | Path) -> Evidence:
@@ -25,9 +25,11 @@ def of_trace(path: str | Path) -> Evidence:
     """
     try:
         trace = Trace.read(path)
-        step_ms, log_ms = trace.wall_ms / trace.steps, log_ms_of(trace)
+        step_ms, log_ms = trace.wall_ms / trace.steps, own_ms_of(trace)
+        if not 0 < step_ms < 3.6e6:  # an hour
+            raise ValueError(f"{path} is damaged: a step in it would take {step_ms:.3g} ms.")
         queue = fitted(queue_of(trace, log_ms=log_ms), step_ms, untold=1.0)
-    except (RecursionError, TypeError, KeyError, AttributeError) as error:
+    except (RecursionError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         words = f"{path} is damaged, or no trace ({type(error).__name__})."
         raise ValueError(words) from error
     evidence = _of(f"the trace {Path(path).name}", trace, step_ms, queue, None, log_ms)
@@ -57,7 +59,14 @@ def _waiting_lines(trace: Trace) -> tuple[Line, ...]:
 def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
     """Evidence of a watched script: what the hooks wrote down, and its profiled steps' trace."""
     config, batches = record["config"], record["batch_facts"]
-    step_ms, data_ms = statistics.median(record["step_ms"]), statistics.median(record["data_ms"])
+    step_ms = statistics.median(record["step_ms"])
+    data_ms = statistics.median(record["data_ms"])
+    fetched_ms = own_ms_of(trace, "data")
+    if fetched_ms < 0.99 * total(trace.phase_time.get("data", [])) / trace.steps:
+        # A loader that moves batches to the GPU itself (accelerate's) waits there until all that
+        # was launched is done, whoever makes the batch. That is no data. What fetching takes is
+        # the trace's, as the profiler records hardly anything in it.
+        data_ms = min(data_ms, fetched_ms)
     writes = _lines(record, "write")
     log_ms = min(sum(line.ms for line in writes), max(0.0, step_ms - data_ms))
     from_idle = statistics.median(record["host_step_ms"]) if record["host_step_ms"] else None
@@ -79,6 +88,7 @@ def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
         memory_gb=(config["peak_gb"], config["memory_gb"]) if "peak_gb" in config else None,
         config=config,
         notes=_notes(record),
+        files=tuple({short(row["place"]).rpartition(":")[0] for row in record["calls"]}),
     )
 
 
@@ -95,24 +105,15 @@ def _of(
     shares = budget.of_cpu(queue, step_ms)
     if trace.on_gpu:
         shares = budget.of_gpu(trace, queue, step_ms, data_ms, log_ms)
-    return Evidence(
-        source=source,
-        device=device,
-        step_ms=step_ms,
-        queue=queue,
-        budget=shares,
-        rates=Rates(device),
-        data_ms=data_ms or 0.0,
-        log_ms=log_ms,
-        cores=usable_cores(),
-        recomputed=recomputed(trace),
-    )
+    e = Evidence(source, device, step_ms, queue, shares, Rates(device), data_ms or 0.0, log_ms)
+    facts = {"cores": usable_cores(), "recomputed": recomputed(trace)}
+    return replace(e, timeline=trace.timeline(), **facts)
 
 
-def log_ms_of(trace: Trace) -> float:
-    """Milliseconds a step in marks "log", without the host's waits for the device there."""
+def own_ms_of(trace: Trace, phase: str = "log") -> float:
+    """Milliseconds a step in a phase, without the host's waits for the device there."""
     waits = union((wait.start, wait.end) for wait in trace.waits)
-    return total(difference(trace.phase_time.get("log", []), waits)) / trace.steps
+    return total(difference(trace.phase_time.get(phase, []), waits)) / trace.steps
 
 
 def _lines(record: Mapping[str, Any], kind: str) -> tuple[Line, ...]:

@@ -17,28 +17,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from labutils.profiling.launch_queue import Queued, replay, root, steady_ms
+from labutils.profiling.products import Product
 
 READ, TO_DEVICE = "read", "to device"
 """Why the host waits for the device: to read something, or with a copy to the device."""
 COPY = "copy"
-
-
-@dataclass(frozen=True)
-class Product:
-    """`count` matrix products [m, k] x [k, n] side by side, in "fp32", "tf32", "bf16" or "fp16"."""
-
-    m: int
-    n: int
-    k: int
-    count: int = 1
-    dtype: str = "fp32"
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k * self.count
-
-    def in_format(self, dtype: str) -> Product:
-        return replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
-from labutils.profiling.call_stacks import Slice, enclosing
 from labutils.profiling.intervals import Lookup, total, union
+from labutils.profiling.products import dtype_of, product_of, products_at
 from labutils.profiling.trace import Trace, Wait
-from labutils.tools.diagnose.step_queue import READ, TO_DEVICE, Piece, Product, Queue
+from labutils.tools.diagnose.step_queue import READ, TO_DEVICE, Piece, Queue
 
 CALLING_MS = 0.002
 """What of an operator's time on a CPU is the calling of it: an addition of one number takes 0.6 us
@@ -19,77 +19,14 @@ as it is, and 2 to 3 under the profiler."""
 MOST_CALLING_MS = 0.03
 """What calling one operator takes at most, Python around it included. More than that is something
 else, such as the system handing out memory, and no fewer calls would save it."""
-FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
 PRODUCTS = ("GEMM", "thin GEMM")
 BLOCKS_AT_ONCE = dict.fromkeys((*PRODUCTS, "attention", "convolution"), 1)
 """How many thread blocks a multiprocessor holds at once, roughly: products' take all of its shared
 memory.
 """
 OTHER_BLOCKS = 8
-_TYPED = re.compile(
-    r"^aten::(mm|addmm|bmm|baddbmm|_?convolution\w*|cudnn_convolution\w*|mkldnn_convolution\w*|"
-    r"_scaled_dot_product\w+)$"
-)
 _TF32 = re.compile("tf32|tensorop_s1688")
 """Kernels that say so; inputs of TF32 products are recorded as float32."""
-_FORWARD_ONLY = re.compile(r"aten::(linear|conv2d|scaled_dot_product_attention|matmul)$")
-_NODE = "autograd::engine::evaluate_function"
-
-
-def dtype_of(operator: Slice | None) -> str:
-    """The format of an operator's first input of floating point; "" where none was recorded."""
-    types = operator.types or () if operator else ()
-    return next((FORMATS[kind] for kind in types if kind in FORMATS), "")
-
-
-def product_of(operator: Slice | None) -> Product | None:
-    """The matrix product that an operator computes; None where it is none, or its shapes are
-    unknown.
-    """
-    if operator is None or not operator.name.endswith("mm"):
-        return None
-    matrices = [
-        shape
-        for shape in operator.dims or ()
-        if len(shape) in (2, 3) and all(isinstance(size, int) for size in shape)
-    ]
-    if len(matrices) < 2:
-        return None
-    first, second = matrices[-2:]
-    if first[-1] != second[-2]:
-        return None
-    count = first[0] if len(first) == 3 else 1
-    return Product(first[-2], second[-1], first[-1], count, dtype_of(operator) or "fp32")
-
-
-def products_at(trace: Trace, moments: Sequence[float]) -> list[Slice | None]:
-    """The operator of products that runs at each of `moments` (ascending), on any thread: one
-    thread computes at a time.
-    """
-    typed = [op for ops in trace.ops.values() for op in ops if _TYPED.match(op.name)]
-    typed.sort(key=lambda operator: (operator.start, -operator.end))
-    return [stack[-1] if stack else None for stack in enclosing(typed, moments)]
-
-
-def recomputed(trace: Trace) -> float:
-    """How much of the forward pass is computed again in the backward pass, from 0 to 1.
-
-    That is operators that only forward passes call, inside autograd's nodes, over those outside.
-    Encoders that are marked as such don't count.
-    """
-    inside = outside = 0
-    for slices in trace.ops.values():
-        node_end = float("-inf")
-        for operator in trace.recorded(slices):
-            if operator.name.startswith(_NODE):
-                node_end = max(node_end, operator.end)
-            elif _FORWARD_ONLY.match(operator.name):
-                again = operator.start < node_end
-                inside += again
-                outside += not again and trace.phase_at(operator.start) != "encode"
-    return min(1.0, inside / outside) if outside else 0.0
-
-
 # ---------------------------------------------------------------------------- the pieces of work
 
 
@@ -108,16 +45,11 @@ def _gpu_pieces(trace: Trace) -> Iterator[Piece]:
             alone = kind in PRODUCTS and len(work) == 1
             # What isn't known to fill a part of the GPU fills all of it.
             fill = (kernel.blocks or 0.0) / BLOCKS_AT_ONCE.get(kind, OTHER_BLOCKS) or 1.0
-            yield Piece(
-                kind,
-                ms,
-                host_ms=host_ms if number == 1 else 0.0,
-                phase=trace.phase_at(call.start),
-                waits=_reason(wait, kernel.name) if wait and number == len(work) else "",
-                product=product_of(operator) if alone else None,
-                dtype="tf32" if _TF32.search(kernel.name) else dtype_of(operator),
-                fill=fill,
-            )
+            own_ms, phase = host_ms if number == 1 else 0.0, trace.phase_at(call.start)
+            waits = _reason(wait, kernel.name) if wait and number == len(work) else ""
+            dtype = "tf32" if _TF32.search(kernel.name) else dtype_of(operator)
+            product = product_of(operator) if alone else None
+            yield Piece(kind, ms, own_ms, phase, waits, product=product, dtype=dtype, fill=fill)
     yield Piece("other", 0.0, host_ms=_own_ms(last, host_end, not_own))
 
 
@@ -125,22 +57,13 @@ def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
     """A piece for each operator that computes something. The host's own time of a phase (Python,
     views, calling) is shared out evenly among its pieces, up to what calling can take.
     """
-    work = [
-        work
-        for operator, (work,), _ in trace.launched()
-        if trace.phase_at(operator.start) != "data"
-    ]
-    operators = products_at(trace, [operator.start for operator, _, _ in work])
-    pieces = [
-        Piece(
-            kind,
-            max(0.0, own_ms - CALLING_MS),
-            phase=trace.phase_at(operator.start),
-            product=product_of(product),
-            dtype=dtype_of(product),
-        )
-        for (operator, kind, own_ms), product in zip(work, operators, strict=True)
-    ]
+    launched = [(op, work[0], trace.phase_at(op.start)) for op, work, _ in trace.launched()]
+    launched = [row for row in launched if row[2] != "data"]
+    products = products_at(trace, [operator.start for operator, _, _ in launched])
+    pieces = []
+    for (_, (_, kind, own_ms), phase), product in zip(launched, products, strict=True):
+        sizes = {"product": product_of(product), "dtype": dtype_of(product)}
+        pieces.append(Piece(kind, max(0.0, own_ms - CALLING_MS), phase=phase, **sizes))
     left: Counter[str] = Counter()
     for phase, row in trace.host_breakdown().items():
         left["" if phase == "unmarked" else phase] += row["ms"] * trace.steps

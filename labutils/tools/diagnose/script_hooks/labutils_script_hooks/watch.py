@@ -329,9 +329,11 @@ def prepare(settings: str) -> None:
     note = ProcessNote(given["folder"])
 
     def start_watch() -> None:
+        from labutils_script_hooks import fixes_in_place  # it builds on this module
+
         note.write(torch=True)
         try:
-            Watch(given, note).install()
+            fixes_in_place.watch(given, note).install()
         except Exception as error:  # the script must run all the same
             note.write(error=f"this PyTorch can't be watched ({error!r})")
 

@@ -1,0 +1,244 @@
+"""Predicted gains against measured ones, on the course's own loop, one fix at a time.
+
+    run = ablations(open_workload("sd15-lora"), STOCK)
+    run.metrics["each"]["workers"]      predicted and measured gain, round by round
+
+A start recipe is timed, traced, and diagnosed. Only then are the recipes with one fix each built
+and timed, interleaved with the start in one process. A gain is the median over rounds of what the
+fix saves against the start of the same round. So neither a drift of the machine nor a round that
+meets something for the first time decides it. What is predicted for these rounds comes from the
+start as it was in them, diagnosed once more: the first steps of all read their files for the first
+time, on a host that may have been slower or faster.
+
+Where batches differ in length, recipes are timed and traced on the same few batches. How much of
+the tokens is padding is an epoch's, for a few batches may have twice as much.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from labutils.profiling import cuda
+from labutils.profiling.machine import machine_facts
+from labutils.profiling.trace import profile
+from labutils.recipe import Recipe
+from labutils.results.records import Run
+from labutils.tools.diagnose import Fix, diagnose, report
+from labutils.tools.diagnose.evidence import Evidence
+from labutils.tools.diagnose.sources import of_record, own_ms_of
+from labutils.training import Benchmark, Trainer
+from labutils.training.model_edits import with_epoch_rate
+from labutils.workloads.base import Workload
+
+START = "start"
+CLOSE = 0.2
+"""A predicted step that is off by no more has come true."""
+TESTS = 0.05
+"""A fix that neither saves so much nor was predicted to is no test of a prediction."""
+TRACED = 2
+PER = {"step": "", "useful token": " a useful token", "example": " an example"}
+
+
+def ablations(
+    workload: Workload,
+    start: Recipe,
+    steps: int = 5,
+    rounds: int | None = None,
+    only: Collection[str] = (),
+) -> Run:
+    """Diagnose `start` on `workload`, then measure the fixes named in `only` against it, all side
+    by side with it, each with a model and its activations.
+
+    The run's metrics: `fixes`, `fixes_telling` (those that test a prediction), `fixes_close`,
+    the diagnosis in words (`told`), and `each` fix's row, see `_row`. Raises `RuntimeError` where
+    the start can't be trained.
+    """
+    with Benchmark(workload, same_batches=workload.steps_vary) as bench:
+        run = bench.compare({START: start}, max(steps, TRACED + 1), rounds=1)[START]
+        if not run.ok:
+            raise RuntimeError(f"The start can't be trained here: {run.status}.")
+        diagnosis = diagnose(_evidence(bench, with_epoch_rate(run, workload)))
+        asked = [
+            replace(fix, changes=knobs(fix, start, workload.name))
+            for fix in diagnosis.fixes
+            if fix.name in only
+        ]
+        recipes, why = recipes_of(start, asked, workload.device.type)
+        runs = bench.compare({START: start} | recipes, steps, rounds) if recipes else {}
+        runs = {name: with_epoch_rate(run, workload) for name, run in runs.items()}
+        if runs and runs[START].ok and not bench.same_batches:
+            diagnosis = diagnose(_evidence(bench, runs[START]))
+    now = {fix.name: fix.gain for fix in diagnosis.fixes}
+    each = {}
+    for fix in (replace(fix, gain=now.get(fix.name, 0.0)) for fix in asked):
+        pair = (runs[START], runs[fix.name]) if fix.name in recipes else None
+        each[fix.name] = _row(fix, pair, why.get(fix.name, ""))
+    offs = [abs(row["off"]) for row in each.values() if is_test(row)]
+    metrics = {"fixes": len(each), "fixes_telling": len(offs)}
+    metrics["fixes_close"] = sum(off <= CLOSE for off in offs)
+    return Run("", "", metrics=metrics | {"told": report.text(diagnosis), "each": each})
+
+
+def _evidence(bench: Benchmark, run: Run) -> Evidence:
+    """The start's evidence: its run, timed without the profiler, and a trace of some steps, told as
+    the hooks tell a script's."""
+    candidate, recipe = bench.candidates[START], Recipe(**run.recipe)
+    on_gpu = bench.workload.device.type == "cuda"
+    from_idle_ms = [_from_idle_ms(candidate.trainer) for _ in range(3)] if on_gpu else []
+    wait, timed = candidate.steps_to_settle, slice(None)
+    if bench.same_batches:  # the traced batches are those behind the first, which warms up
+        candidate.rewind(candidate.steps_to_drain)
+        wait, timed = 0, slice(1, 1 + TRACED)
+    with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
+        options = {"with_stack": False, "wait": wait, "with_shapes": True}
+        trace = profile(candidate.trainer, TRACED, folder, **options)
+    step_ms, data_ms = run.samples["step_ms"][timed], run.samples["data_ms"][timed]
+    slowed = max(1.0, trace.wall_ms / trace.steps / statistics.median(step_ms))  # by the profiler
+    writes = {
+        "kind": "write",
+        "place": "labutils/training/loss_log.py",
+        "what": "",
+        "per_step": 1.0,
+    }
+    synchronous, fused = recipe.logging == "synchronous", recipe.optimizer == "adamw-fused"
+    peak_gb, useful = run.metric("peak_allocated_gb"), run.metric("useful_tokens")
+    texts = {} if useful is None else {"tokens": 1.0, "useful": useful}
+    config = {
+        # Not `allow_tf32`, which raises where the newer of the two settings was used.
+        "matmul_tf32": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "cudnn_tf32": torch.backends.cudnn.conv.fp32_precision == "tf32",
+        "threads": torch.get_num_threads(),
+    }
+    if peak_gb:
+        config |= {"peak_gb": peak_gb, "memory_gb": machine_facts()["gpu_memory_gb"]}
+    record = {
+        "device": bench.workload.device.type,
+        "step_ms": step_ms,
+        "data_ms": data_ms,
+        "host_step_ms": from_idle_ms,
+        "backwards": recipe.accumulation,
+        "batches": recipe.accumulation,
+        "fetch_cpu_ms": None,
+        "calls": [writes | {"per_step": 1.0, "ms": own_ms_of(trace) / slowed}]
+        if synchronous
+        else [],
+        "sync_lines": {},
+        "batch_facts": [{"examples": recipe.micro_batch} | texts],
+        "loader": {"num_workers": recipe.num_workers, "pin_memory": recipe.pin_memory},
+        "optimizer": {"name": "AdamW", "form": "fused" if fused else "foreach"},
+        "config": config,
+    }
+    evidence = of_record(record, trace)
+    recomputed = evidence.recomputed if recipe.checkpointing != "off" else 0.0
+    source = f'the recipe "{run.run}"'
+    return replace(evidence, source=source, recomputed=recomputed, held_in_format=True)
+
+
+def _from_idle_ms(trainer: Trainer) -> float:
+    """Milliseconds until the host has given a step's work to an idle GPU."""
+    cuda.synchronize()
+    began = time.perf_counter()
+    trainer.step()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def recipes_of(
+    start: Recipe, fixes: Iterable[Fix], device: str
+) -> tuple[dict[str, Recipe], dict[str, str]]:
+    """Fix -> its recipe, and fix -> why it has none: refused, or the same as the start here."""
+    recipes: dict[str, Recipe] = {}
+    refused: dict[str, str] = {}
+    for fix in fixes:
+        try:
+            recipe = start.but(**fix.changes)
+        except ValueError as error:
+            refused[fix.name] = str(error)
+            continue
+        if recipe.fitted_to(device) == start.fitted_to(device):
+            refused[fix.name] = "here it is the same as the start"
+        else:
+            recipes[fix.name] = recipe
+    return recipes, refused
+
+
+def knobs(fix: Fix, start: Recipe, workload: str) -> dict[str, Any]:
+    """The fields of the start that make a fix; {} where it is no knob of a recipe."""
+    if fix.name == "batch size" and fix.changes:
+        merged = fix.changes["batches_merged"]
+        accumulation = max(1, start.accumulation // merged)
+        return {"micro_batch": merged * start.micro_batch, "accumulation": accumulation}
+    if fix.name == "caching" and workload.startswith("sd15"):
+        return {"cache": "latents+text", "num_workers": 0, "persistent_workers": False}
+    if fix.name == "padding":
+        budget = max(2048, 1024 * start.micro_batch)
+        return {"shapes": "packed", "micro_batch": 1, "token_budget": budget}
+    return fix.changes
+
+
+def _row(fix: Fix, pair: tuple[Run, Run] | None, why: str) -> dict[str, Any]:
+    """A fix on record: `changes`, gains as `predicted` and `measured` (shares of the time), the
+    times `before` and `after` in each round, and by how much the predicted step is longer than the
+    measured one (`off`); without a measurement `why`."""
+    row = {"changes": fix.changes, "per": fix.per, "predicted": fix.gain, "why": why}
+    row |= {"measured": None, "off": None, "before": [], "after": []}
+    if pair is None:
+        return row
+    if failed := [run.status for run in pair if not run.ok]:
+        return row | {"why": failed[0]}
+    before, after = (round_costs(run, fix.per) for run in pair)
+    measured = statistics.median(1 - b / a for a, b in zip(before, after, strict=True))
+    off = (1 - fix.gain) / (1 - measured) - 1
+    return row | {"measured": measured, "off": off, "before": before, "after": after}
+
+
+def is_test(row: Mapping[str, Any]) -> bool:
+    """Whether a fix's row tests a prediction: there was something to gain, or was said to be."""
+    measured = row["measured"]
+    return measured is not None and max(row["predicted"], measured) >= TESTS
+
+
+def round_costs(run: Run, per: str = "step") -> list[float]:
+    """Milliseconds a step, by the host's clock, in each round of a run.
+
+    per: "useful token" divides by the round's tokens, and the share of an epoch's that are useful.
+    """
+    walls = run.samples["wall_ms"]
+    if per != "useful token":
+        return list(walls)
+    rounds = np.reshape(run.samples["tokens"], (len(walls), -1))
+    return list(np.divide(walls, run.metrics["useful_tokens"] * rounds.mean(axis=1)))
+
+
+def fix_table(loops: Mapping[str, Run]) -> pd.DataFrame:
+    """One row a fix of each loop: gains in percent, with the rounds' range."""
+    return pd.DataFrame(
+        {
+            "loop": loop,
+            "fix": name,
+            "what changes": ", ".join(f"{knob}={new}" for knob, new in row["changes"].items()),
+            "predicted": f"{row['predicted']:.0%}" + PER[row["per"]],
+            "measured": _with_range(row),
+            "step off by": "" if row["off"] is None else f"{row['off']:+.0%}",
+        }
+        for loop, run in loops.items()
+        for name, row in run.metrics.get("each", {}).items()
+    )
+
+
+def _with_range(row: Mapping[str, Any]) -> str:
+    """ "48% (46 to 51)": the median of the rounds, the least and the most."""
+    if row["measured"] is None:
+        return row["why"] or "not here"
+    times = zip(row["before"], row["after"], strict=True)
+    shown = [round(100 * (1 - after / before)) for before, after in times]
+    spread = f" ({min(shown)} to {max(shown)})" if len(set(shown)) > 1 else ""
+    return f"{round(100 * row['measured'])}%{spread}"

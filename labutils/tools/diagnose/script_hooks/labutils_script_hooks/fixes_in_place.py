@@ -1,0 +1,132 @@
+"""Puts fixes in place in a script's process, for `labutils diagnose --try`: nothing is edited.
+
+What is changed are PyTorch's own classes, before the script uses them, and the first module that it
+calls in order to train it. The losses of the first backward passes are written down.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import json
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from labutils_script_hooks.compat import around
+from labutils_script_hooks.process_note import ProcessNote
+from labutils_script_hooks.watch import Stage, Watch
+
+FIRST_LOSSES = 4
+
+
+def watch(given: dict[str, Any], note: ProcessNote) -> Watch:
+    """The watch of a process. Of a trial it only times steps."""
+    own = Watch(given, note)
+    if "try" in given:
+        own.plan = {Stage.SKIPPED: given["warmup"], Stage.TIMED: given["timed"]}
+        Fixes(given["try"], given["folder"]).put()
+    return own
+
+
+class Fixes:
+    """changes: what `Fix.changes` says. `done`: those of them that were put in place."""
+
+    def __init__(self, changes: dict[str, Any], folder: str) -> None:
+        self.changes, self.path = changes, os.path.join(folder, f"tried-{os.getpid()}.json")
+        self.done: set[str] = set()
+        self.losses: list[float] = []
+
+    def put(self) -> None:
+        import torch
+        from torch.utils.data import DataLoader
+
+        self.torch, asked = torch, self.changes.keys()
+        around(torch.autograd, "backward", self._backward)
+        if asked & {"num_workers", "pin_memory"}:
+            around(DataLoader, "__init__", self._loader)
+        if "non_blocking" in asked:
+            for name in ("to", "cuda"):
+                around(torch.Tensor, name, self._copy)
+        if "optimizer" in asked:
+            for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+                around(kind, "__init__", self._optimizer)
+        if self.changes.get("precision") == "tf32":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+            self.done.add("precision")
+        if "logging" in asked:
+            self._silence()
+        if asked & {"attention", "checkpointing", "precision", "compile"} - self.done:
+            around(torch.nn.Module, "__call__", self._call)
+
+    def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **more: Any) -> Any:
+        loss = tensors if self.torch.is_tensor(tensors) else tensors[0]
+        if len(self.losses) < FIRST_LOSSES and loss.numel() == 1:
+            self.losses.append(float(loss.detach()))
+            with open(self.path, "w", encoding="utf-8") as file:
+                json.dump({"losses": self.losses, "done": sorted(self.done)}, file)
+        return original(tensors, *args, **more)
+
+    def _loader(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **more)
+        streams = isinstance(bound.arguments["dataset"], self.torch.utils.data.IterableDataset)
+        for name in ("num_workers", "persistent_workers", "pin_memory"):
+            if name in self.changes and not (streams and "workers" in name):
+                bound.arguments[name] = self.changes[name]
+                self.done.add(name)
+        original(*bound.args, **bound.kwargs)
+
+    def _copy(self, original: Callable[..., Any], tensor: Any, *args: Any, **more: Any) -> Any:
+        if tensor.device.type == "cpu" and tensor.is_pinned():
+            more["non_blocking"] = True
+        return original(tensor, *args, **more)
+
+    def _optimizer(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **more)
+        bound.arguments |= {"fused": True, "foreach": None}
+        try:
+            original(*bound.args, **bound.kwargs)
+            self.done.add("optimizer")
+        except RuntimeError:  # parameters for which there is no fused form
+            original(*args, **more)
+
+    def _silence(self) -> None:
+        builtins.print = os.fsync = os.fdatasync = lambda *args, **more: None  # type: ignore
+        logging.disable()
+        os.environ |= {"TQDM_DISABLE": "1", "WANDB_MODE": "disabled"}
+        self.done.add("logging")
+
+    def _call(self, original: Callable[..., Any], module: Any, *args: Any, **more: Any) -> Any:
+        trained = any(p.requires_grad for p in module.parameters())
+        if not (trained and self.torch.is_grad_enabled()):
+            return original(module, *args, **more)
+        self.torch.nn.Module.__call__ = original
+        self._change(module)
+        return module(*args, **more)
+
+    def _change(self, module: Any) -> None:
+        methods = {"attention": "set_attn_implementation"}
+        methods |= {"checkpointing": "gradient_checkpointing_disable"}
+        for name in methods.keys() & self.changes.keys():
+            for part in module.modules():
+                if method := getattr(part, methods[name], None):
+                    method(*(["sdpa"] if name == "attention" else []))
+                    self.done.add(name)
+                    break
+        if self.changes.get("precision") == "bf16":
+            device = next(module.parameters()).device.type
+            forward = self.torch.autocast(device, self.torch.bfloat16)(module.forward)
+            module.forward = functools.wraps(module.forward)(
+                lambda *args, **more: self._in_float32(forward(*args, **more))
+            )
+            self.done.add("precision")
+        if "compile" in self.changes:
+            module.compile()
+            self.done.add("compile")
+
+    def _in_float32(self, output: Any) -> Any:
+        half = self.torch.is_tensor(output) and output.dtype is self.torch.bfloat16
+        return output.float() if half else output

@@ -1,0 +1,123 @@
+"""Runs a script again with fixes put in place from outside, and measures what each saves.
+
+Rounds go by turns through the script as it is and each fix, there and back: whole processes, one at
+a time. The losses of the first backward passes are compared with those of the script as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from labutils.results.effects import saved
+from labutils.tools.diagnose import Diagnosis, Fix, script
+
+MOST = 4
+"""Fixes that are tried by themselves; the best few together come on top."""
+KNOWN = {"num_workers", "persistent_workers", "pin_memory", "non_blocking", "logging", "compile"}
+KNOWN |= {"optimizer", "attention", "checkpointing", "precision"}
+"""What can be put in place from outside."""
+CLOSE = {"": 1e-3, "tf32": 5e-3, "bf16": 3e-2}
+"""By how much of itself a loss may differ, by the format of products."""
+PREFETCHED, STOPPED = 2, 130
+
+
+@dataclass(frozen=True)
+class Try:
+    """The share of a step's time that a fix saved, its 95 % interval, and what became of the first
+    losses; `why` there is no measurement."""
+
+    measured: float | None = None
+    low: float = 0.0
+    high: float = 0.0
+    losses: str = ""
+    why: str = ""
+
+
+def tries(
+    diagnosis: Diagnosis, command: Sequence[str], stages: script.Stages, rounds: int = 3
+) -> dict[str, Try]:
+    """Name of a fix -> what came of it. The best few by the diagnosis are tried, and those
+    together."""
+    best = [*diagnosis.worth_it, *filter(None, [diagnosis.together])]
+    fixes = [fix for fix in best if fix.changes and fix.changes.keys() <= KNOWN]
+    fixes = [fix for n, fix in enumerate(fixes) if n < MOST or fix is diagnosis.together]
+    plans: dict[str, Mapping[str, Any]] = {"": {}} | {fix.name: fix.changes for fix in fixes}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in plans if len(plans) > 1}
+    for turn in range(rounds):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            if not any("why" in run for run in [*runs[""], *runs[name]]):
+                words = f"trying {name or 'the script as it is'}, round {turn + 1} of {rounds}"
+                print(words, file=sys.stderr, flush=True)
+                runs[name].append(_run(command, plans[name], stages))
+    found = {fix.name: _judged(fix, runs[""], runs[fix.name]) for fix in fixes}
+    edit = Try(why="can't be put in place from outside: edit the script")
+    return {fix.name: edit for fix in best} | found
+
+
+def _run(
+    command: Sequence[str], changes: Mapping[str, Any], stages: script.Stages
+) -> dict[str, Any]:
+    """One process: `step_ms`, `losses`, and what was `done`; or `why` there is none of it."""
+    # What workers made ready while nothing was timed must be used up first.
+    stages = replace(stages, warmup=stages.warmup + PREFETCHED * changes.get("num_workers", 0))
+    with script._working_folder(None) as working, _quiet():
+        settings = vars(stages) | {"folder": str(working), "keep_going": False, "try": changes}
+        if script._run(command, settings, working) == STOPPED:
+            raise KeyboardInterrupt
+        kinds = ("record", "tried", "process")
+        found = [[script._read(path) for path in script._files(working, kind)] for kind in kinds]
+    records, tried, notes = found
+    if not records:
+        errors = [note["failed"] for note in notes if "failed" in note]
+        return {"why": f"the script failed with it: {errors[-1] if errors else 'no step was seen'}"}
+    seen = next((one for one in tried if one.get("losses")), {"losses": [], "done": []})
+    if missing := changes.keys() - set(seen["done"]) - {"persistent_workers", "non_blocking"}:
+        return {"why": f"could not be put in place from outside ({', '.join(sorted(missing))})"}
+    return {"step_ms": records[0]["step_ms"]} | seen
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What is written here, by other processes as well, goes nowhere."""
+    sys.stdout.flush()
+    kept = {stream: os.dup(stream) for stream in (1, 2)}
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        for stream in kept:
+            os.dup2(nowhere.fileno(), stream)
+    try:
+        yield
+    finally:
+        for stream, own in kept.items():
+            os.dup2(own, stream)
+            os.close(own)
+
+
+def _judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Try:
+    if why := next((run["why"] for run in [*before, *after] if "why" in run), ""):
+        return Try(why=why)
+    times = ([run["step_ms"] for run in runs] for runs in (before, after))
+    return Try(*saved(*times), _losses(fix, before, after))
+
+
+def _losses(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
+    """What a fix does to the first losses, beside what differs from run to run anyway."""
+    first = before[0]["losses"]
+    noise, off = (max(_off(first, run["losses"]) for run in runs) for runs in (before, after))
+    allowed = CLOSE["bf16" if "compile" in fix.changes else fix.changes.get("precision", "")]
+    if not first:
+        return "no loss was seen"
+    if noise > allowed:
+        return f"losses differ from run to run by {noise:.0%}: not compared, as no seed is set"
+    if off <= allowed:
+        return f"the same losses to {off:.1%}"
+    return f"CHANGES the losses, by {off:.1%}: more than its precision explains"
+
+
+def _off(one: Sequence[float], other: Sequence[float]) -> float:
+    pairs = zip(one, other, strict=False)
+    return max((abs(a - b) / max(abs(a), abs(b), 1e-9) for a, b in pairs), default=0.0)

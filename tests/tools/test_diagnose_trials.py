@@ -1,0 +1,60 @@
+"""Fixes put in place in real scripts from outside, and the lines that they would change."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from labutils.tools.diagnose import Fix, diagnose, trial
+from labutils.tools.diagnose.edits import edits
+from labutils.tools.diagnose.script import Stages, watch
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+FEW = Stages(warmup=2, timed=6, profiled=2)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the cores are shared with other tests
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_attention_that_is_written_out_is_named_with_its_line():
+    path = str(SCRIPTS / "written_out.py")
+    watched = watch([sys.executable, path, "128", "64"], FEW)
+    found = diagnose(replace(watched.evidence, files=(path,)))
+    fix = found.fix("attention")
+    assert "written out 2 times" in fix.reason
+    (edit,) = edits(fix, (path,))
+    line = Path(path).read_text("utf-8").splitlines()[int(edit.place.rpartition(":")[2]) - 1]
+    assert "softmax" in line and "scaled_dot_product_attention(q, k, v)" in edit.now
+    precision = replace(fix, name="precision", facts={"best": "bf16"}, do="with autocast(): here")
+    (edit,) = edits(precision, (path,))
+    assert edit.now.startswith("with autocast():\n    logits = model(") and "loss = " in edit.now
+
+
+def test_a_fix_is_tried_beside_the_script_as_it_is(capfd):
+    path = str(SCRIPTS / "plain_loop.py")
+    command = [sys.executable, path, "--device", "cpu", "--decode-ms", "5"]
+    found = diagnose(watch(command, FEW).evidence)
+    capfd.readouterr()
+    tried = trial.tries(found, command, FEW, rounds=1)["workers"]
+    assert tried.why == "" and tried.low <= tried.measured <= tried.high
+    assert tried.measured > 0.3 and tried.losses.startswith("the same")
+    assert capfd.readouterr().out == ""  # what the script prints goes nowhere
+
+
+def test_all_fixes_go_into_a_trainer_from_outside():
+    command = [sys.executable, str(SCRIPTS / "trainer_script.py"), "--use_cpu", "--batch", "2"]
+    changes = {"num_workers": 1, "persistent_workers": True, "pin_memory": False}
+    changes |= {"optimizer": "adamw-fused", "attention": "sdpa", "checkpointing": "off"}
+    changes |= {"precision": "bf16", "logging": "ring-buffer"}
+    plain, changed = (trial._run(command, what, Stages(1, 3, 1)) for what in ({}, changes))
+    assert len(changed["step_ms"]) == 3 and {*changes} - {*changed["done"]} == set()
+    said = trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [changed])
+    assert said.startswith("the same")
+    worse = changed | {"losses": [1.5 * loss for loss in changed["losses"]]}
+    assert "CHANGES" in trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [worse])
