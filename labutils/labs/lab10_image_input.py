@@ -112,7 +112,7 @@ class Pictures:
 
     def dataset(self, form: str) -> FormDataset:
         """Training examples of one of `CODECS`, `MAPPED` or `HELD`."""
-        tokenizer = clip_tokenizer(self.workload.weights, self.workload.cache_dir / "hub")
+        tokenizer = clip_tokenizer(self.workload.weights)
         preprocess = Preprocess(tokenizer, self.side)
         ids = preprocess.token_ids([generated_images.caption(n) for n in range(len(self.drawn))])
         if form in CODECS:
