@@ -15,6 +15,13 @@ from typing import Any
 from labutils.profiling.machine import usable_cores
 
 
+def cache_folder() -> Path:
+    """Where drawn files and traces are kept. A relative LABUTILS_CACHE begins at the checkout, as
+    notebooks run in a folder of their own."""
+    asked = Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils").expanduser()
+    return Path(__file__).parents[2] / asked
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A place to write what `path` is to hold: it appears there when the block ends well, and

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import importlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from labutils.data.file_cache import reaching
+from labutils.data.file_cache import cache_folder, reaching
 from labutils.data.loader import EPOCH
 from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for
@@ -279,11 +278,11 @@ def open_workload(
     """
     check_choice("workload", name, workload_names())
     scale = scale_for(machine_facts()) if scale == "auto" else scale
-    cache_dir = cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache/labutils"
     module, kind = CLASSES[name]
+    place = Path(cache_dir) if cache_dir else cache_folder()
     workload = getattr(importlib.import_module(f"labutils.workloads.{module}"), kind)
     import_unseen("peft", "bitsandbytes", *workload.libraries)
-    return workload(name, scale, weights, data, device or default_device(), Path(cache_dir))
+    return workload(name, scale, weights, data, device or default_device(), place)
 
 
 def workload_names() -> tuple[str, ...]:
