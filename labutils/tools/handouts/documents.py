@@ -14,19 +14,25 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
-from labutils.tools.pages import COURSE, MEMORY_LIMIT, TIME_LIMIT_S, as_html, pandoc, title_of
+from labutils.tools.pages import (
+    COURSE,
+    MEMORY_LIMIT,
+    TIME_LIMIT_S,
+    as_html,
+    limited,
+    pandoc,
+    title_of,
+)
 
 HERE = Path(__file__).parent
 READ = "ipynb-raw_html-smart-pandoc_title_block"
@@ -141,21 +147,8 @@ def _set(text: str, scratch: Path, file: Path, at: datetime, labs: int = 1) -> N
     source.write_text(f'#import "page.typ": *\n{text}', encoding="utf-8")
     words = [sys.executable, "-c", SET, source, scratch / "fonts", file, str(int(at.timestamp()))]
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_AS, (MEMORY_LIMIT,) * 2)
-    try:
-        done: Any = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=labs * TIME_LIMIT_S,
-            preexec_fn=limit,
-            env=os.environ | CONFINED,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"Typst took more than {error.timeout} s over {file.name}") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise RuntimeError(f"Typst could not set {file.name}: {last}")
+    options = {"preexec_fn": limit, "env": os.environ | CONFINED}
+    limited(f"{file.name}: Typst", words, labs * TIME_LIMIT_S, **options)
 
 
 def _named(title: str, edition: str) -> str:

@@ -11,6 +11,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nbformat import NotebookNode
 
@@ -29,13 +30,19 @@ def pandoc(text: str, form: str, to: str, options: Sequence[str]) -> str:
 
     words = [pypandoc.get_pandoc_path(), "+RTS", f"-M{MEMORY_LIMIT}", "-RTS", "--sandbox"]
     words += [f"--from={form}", f"--to={to}", "--wrap=none", *options]
-    source = text.encode(errors="replace")  # half a surrogate pair is no text
+    return limited("pandoc", words, TIME_LIMIT_S, input=text.encode(errors="replace"))
+
+
+def limited(name: str, words: Sequence[Any], limit_s: float, **options: Any) -> str:
+    """What a program prints. Raises `RuntimeError` with its last line where it fails, and where it
+    takes longer than `limit_s` seconds."""
     try:
-        done = subprocess.run(words, input=source, capture_output=True, timeout=TIME_LIMIT_S)
+        done = subprocess.run(words, capture_output=True, timeout=limit_s, **options)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"pandoc took more than {TIME_LIMIT_S} s") from None
+        raise RuntimeError(f"{name} took more than {limit_s} s") from None
     if done.returncode:
-        raise RuntimeError(f"pandoc: {done.stderr.decode(errors='replace').strip()[-300:]}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"{name}: {(lines or [f'exit code {done.returncode}'])[-1]}")
     return done.stdout.decode()
 
 
