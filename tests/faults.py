@@ -43,8 +43,7 @@ def train(folder: Path) -> None:
     from labutils.workloads import open_workload
 
     workload = open_workload("sd15-lora", scale="tiny", device="cpu")
-    recipe = STOCK.but(workers=0)
-    with Trainer(workload, recipe, folder, resume=(folder / "checkpoint.pt").exists()) as trainer:
+    with Trainer(workload, STOCK, folder, resume=(folder / "checkpoint.pt").exists()) as trainer:
         trainer.run(STEPS, checkpoint_every=1)
         weights = [p for p in trainer.model.parameters() if p.requires_grad]
         print(repr(float(sum(torch.linalg.norm(weight) for weight in weights))))
