@@ -1,4 +1,4 @@
-# make help | install | course | lab | test | lint | notebooks | format | unsloth | te | torchao | trl | clean
+# make help | install | doctor | course | lab | test | lint | notebooks | format | unsloth | te | trl | clean
 #
 #   PYTHON=python3.12   the interpreter that .venv is made of (3.11 or 3.12)
 #   VENV=.venv          where it is made
@@ -33,7 +33,7 @@ UNRUN   := $(BIN)/python -m jupyter nbconvert --log-level=WARN --inplace --clear
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv install course test lab lint format notebooks unsloth te torchao trl clean clean-venv
+.PHONY: help venv install doctor course test lab lint format notebooks unsloth te trl clean clean-venv
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -64,6 +64,9 @@ $(STAMP): requirements.txt constraints.txt pyproject.toml
 	@# On all cores, where pip takes one; without what the course hardly touches. Templates don't compile: || true
 	@$(BIN)/python -m compileall -qq -j 0 -x $(SELDOM) $(VENV)/lib || true
 	@touch $@
+
+doctor: install
+	@$(LABUTILS) doctor
 
 course: install
 	@$(LABUTILS) doctor || echo "The labs run all the same: each says what it could not do here."
@@ -97,7 +100,7 @@ format notebooks: install
 	$(UNRUN) notebooks/*.ipynb notebooks/optional/*.ipynb
 	$(BIN)/jupytext --quiet --sync notebooks/*.ipynb notebooks/optional/*.ipynb
 
-unsloth te torchao trl: install
+unsloth te trl: install
 	$(PIP) -c constraints.txt -e '.[$@]'
 
 # Only an environment that `make` made.

@@ -78,6 +78,8 @@ c.LabApp.user_settings_dir = str(
     KEPT / "settings"
 )  # jupyterlab-execute-time sets one of its own accord at each start
 c.LabApp.default_url = f"/lab/workspaces/{WORKSPACE}"
+# The labs come first: their text halves, their solutions and the optional page are out of sight.
+c.ContentsManager.hide_globs = ["__pycache__", "*.pyc", "*~", "py", "solutions", "optional"]
 c.FileContentsManager.pre_save_hook = leave_no_trace_of_opening
 warnings.filterwarnings(
     "ignore", message="Overriding existing pre_save_hook"

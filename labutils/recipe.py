@@ -86,11 +86,11 @@ class Recipe:
     none: no LoRA, every weight of the trained network is trained, held in float32."""
     base_linear: str = knob(
         "published",
-        ("published", "fp8-frozen", "fp8-te", "fp8-torchao", "nf4", "nf4-frozen", "nf4-fp8"),
+        ("published", "fp8-frozen", "fp8-te", "nf4", "nf4-frozen", "nf4-fp8"),
     )
     """How the frozen linear layers hold and multiply their weights: published: as they come;
     fp8-frozen: held once in FP8, a scale a row; fp8-te: Transformer Engine's te.Linear, delayed
-    scaling; fp8-torchao: torchao's Float8Linear; nf4: 4 bits, double quantisation (QLoRA), by
+    scaling; nf4: 4 bits, double quantisation (QLoRA), by
     bitsandbytes; nf4-frozen: the same bytes unpacked inside the compiled graph; nf4-fp8: those
     unpacked to FP8."""
 
@@ -129,8 +129,6 @@ class Recipe:
     layers: str = knob("published", ("published", "rewritten"))
     """published: as the library writes them; rewritten: the same functions in forms that compile to
     less work."""
-    attention: str = knob("auto", ("auto", "math", "flash", "efficient", "cudnn"))
-    """The attention kernel: PyTorch's choice, or the named one."""
     streams: int = knob(1, at_least=1)
     """Micro-batches of one step that are on the GPU side by side; more than 1 needs
     driver='graph'."""
@@ -149,10 +147,6 @@ class Recipe:
     after each."""
     bucket_cap_mb: int = knob(0, at_least=0, at_most=2**16)
     """MiB of gradients that ddp sends at once; 0: PyTorch's 25, and 1 in the first."""
-    gradient_as_bucket_view: bool = knob(False)
-    """For ddp: gradients live in the buckets that are sent, not beside them."""
-    static_graph: bool = knob(False)
-    """For ddp: trust that every step uses the same parameters, in the same way."""
 
     seed: int = knob(0, at_least=0, at_most=2**63 - 1)
     """Seed of weights, data order and noise."""
@@ -189,8 +183,8 @@ class Recipe:
         A CPU has no tensor cores that take fp16, no CUDA graphs or streams, no page-locked copies,
         no cuDNN: there, precision becomes fp32 without TF32, paged moments stay where they are, the
         graph driver becomes the eager one, and compilation keeps only its default mode. The frozen
-        layers' format stays what it is: FP8 is emulated with the same rounding, NF4 runs, and what
-        neither can be (Transformer Engine, torchao) says so when it is built.
+        layers' format stays what it is: FP8 is emulated with the same rounding, NF4 runs, and
+        Transformer Engine, which can be neither, says so when it is built.
         """
         if device == "cuda":
             return self
@@ -204,7 +198,6 @@ class Recipe:
             compile="off" if self.compile == "off" else "default",
             pin_memory=False,
             non_blocking=False,
-            attention="auto",
         )
 
     @property

@@ -40,6 +40,15 @@ def full_float32() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def single_thread() -> Iterator[None]:
+    """Sums of one order: as many threads as there happen to be would round differently."""
+    from recipes_at_work import one_thread
+
+    with one_thread():
+        yield
+
+
 @pytest.fixture
 def nothing_compiled() -> Iterator[None]:
     """What other tests had the compiler keep counts neither before nor after."""
@@ -60,6 +69,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return nodeid if "test_labs.py" in nodeid else nodeid.partition("::")[0]
 
     return LabsApart(config, log)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Whatever is in the folder gpu/ needs one."""
+    if item.path.parent.name == "gpu":
+        item.add_marker(pytest.mark.gpu)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from unittest import mock
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,37 +25,20 @@ PLAIN = STOCK.but(precision="fp32", driver="eager", adapter="plain")
 """The plain loop: what every other recipe's gradients are held against."""
 
 
-class Remembered(Dataset):
-    """Rows that are decoded once for all tests."""
-
-    def __init__(self, rows: Dataset) -> None:
-        self.rows = rows
-        self.known: dict[int, dict] = {}
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict:
-        if index not in self.known:
-            self.known[index] = self.rows[index]
-        return self.known[index]
-
-
-class DecodedOnce(DiffusionLora):
+def sd_workload() -> DiffusionLora:
     """Stable Diffusion whose images are decoded once for all trainers."""
-
-    decoded: Remembered | None = None
-
-    def dataset(self, model: nn.Module | None, recipe: Recipe) -> Dataset:
-        if recipe.cache != "nothing":
-            return super().dataset(model, recipe)
-        self.decoded = self.decoded or Remembered(super().dataset(model, recipe))
-        return self.decoded
-
-
-def sd_workload() -> DecodedOnce:
     opened = open_workload("sd15-lora", scale="tiny", device="cpu")
-    opened.__class__ = DecodedOnce
+    examples, decoded = opened.dataset, []
+
+    def dataset(model: nn.Module | None, recipe: Recipe) -> Dataset | list[dict]:
+        if recipe.cache != "nothing":
+            return examples(model, recipe)
+        if not decoded:
+            rows = examples(None, recipe)
+            decoded.extend(rows[index] for index in range(len(rows)))
+        return decoded
+
+    opened.dataset = dataset
     return opened
 
 
@@ -207,25 +192,27 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products whose second factor has no side of `wider_than` or less, and how often
-    is `attended`.
+def kill_rank_1() -> None:
+    """Kill the rank that this process's launch started, as soon as it has a process of its own: a
+    DataLoader worker."""
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                if process.environ().get("RANK") == "1" and process.children():
+                    return process.kill()
+        time.sleep(0.1)
 
-    (On a CPU attention counts as an operation that draws: computed again by compiled code, it is
-    called through another.)
-    """
+
+class Products(TorchDispatchMode):
+    """Counts matrix products whose second factor has no side of `wider_than` or less."""
 
     supports_higher_order_operators = True
 
     def __init__(self, wider_than: int = 0) -> None:
         super().__init__()
-        self.wider_than, self.count, self.attended = wider_than, 0, 0
+        self.wider_than, self.count = wider_than, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
             self.count += min(args[-1].shape) > self.wider_than
-        called = " ".join(
-            map(str, (func, *(arg for arg in args if not isinstance(arg, torch.Tensor))))
-        )
-        self.attended += "attention" in called and "backward" not in called
         return func(*args, **(kwargs or {}))

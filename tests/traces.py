@@ -1,8 +1,12 @@
-"""Hand-written profiler traces, small enough to check with pencil and paper.
+"""Hand-written profiler traces, small enough to check with pencil and paper; and a training loop
+that is to be traced.
 
 Times in a Chrome trace are microseconds. `TWO_STEPS` is the one that most tests read; its comments
 hold the truth.
 """
+
+import torch
+from torch.profiler import record_function
 
 MAIN, AUTOGRAD = 1, 2
 
@@ -98,3 +102,30 @@ TWO_STEPS = [
     # not of the recorded steps
     call("cudaDeviceSynchronize", 2150, 2300, 0),
 ]
+
+
+class Training:
+    """A training loop in small, marked as the course's is. On a GPU it has three waits a step: a
+    copy from pageable memory, and two reads of the loss. Clipping is none.
+    """
+
+    def __init__(self, device):
+        self.layer = torch.nn.Linear(1024, 1024, device=device)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=1e-3)
+        self.batch = torch.randn(2048, 1024)
+
+    def step(self):
+        with record_function("to_device"):
+            batch = self.batch.to(self.layer.weight.device)
+        with record_function("forward"):
+            loss = self.layer(batch).square().mean()
+        with record_function("log"):
+            self.first = loss.item()
+            self.second = loss.item()
+        with record_function("backward"):
+            loss.backward()
+        with record_function("clip"):
+            torch.nn.utils.clip_grad_norm_(self.layer.parameters(), 1.0)
+        with record_function("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()

@@ -162,7 +162,6 @@ def smaller_than(
     inputs: Inputs,
     share: float,
     module: Any,
-    tolerance: float = 1e-4,
 ) -> str:
     """Whether `attempt` computes what `baseline` does, its gradients too, and keeps at most `share`
     of its bytes.
@@ -171,7 +170,7 @@ def smaller_than(
     return one tensor. Gradients are those of the arguments that require them, for the same random
     gradient of the result. Bytes are exact: they need no second look.
     """
-    wrong = _wrong(_with_gradients(baseline), _with_gradients(attempt), inputs, tolerance)
+    wrong = _wrong(_with_gradients(baseline), _with_gradients(attempt), inputs, 1e-4)
     if wrong:
         return f"Exercise {number}: {wrong}"
     before, after = (kept_for_backward(module, one, inputs(0)) for one in (baseline, attempt))

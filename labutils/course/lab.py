@@ -59,6 +59,8 @@ def _hush() -> None:
     # The profiler of one cycle has none before it; gradients meet a captured step's other stream.
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events")
     warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream")
+    # Whether float32 products may round to TF32 is the recipe's choice.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     # bitsandbytes would fetch an optional CPU kernel; the profiler tells each start and stop.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -24,7 +24,7 @@ HEADINGS = {
     "syncs_per_step": "synchronisations a step",
     "mfu": "MFU",
 }
-UNITS = {"ms": "ms", "us": "µs", "s": "s", "gb": "GB", "mb": "MB"}
+UNITS = {"ms": "ms", "us": "µs", "s": "s", "gb": "GB", "mb": "MB", "percent": "%"}
 SPEED_UP = "speed-up"
 """A column that isn't a metric: the time of the base's step over that of the row's."""
 
@@ -81,7 +81,8 @@ def speed_up(run: Run, runs: Sequence[Run]) -> str | None:
     that was compared with it, with the 95 % interval: "1.42x (1.38 to 1.45x)"; None for the base.
     """
     compared = [other for other in runs if other.comparison == run.comparison]
-    base, twice = compared[0], next((r for r in compared if r.tags.get("again")), None)
+    twice = next((other for other in compared if other.tags.get("again")), None)
+    base = next((other for other in compared if other is not twice), run)
     found = time_effect(base, run, twice) if run is not base else None
     if not found:
         return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,7 +60,9 @@ def drawn_files(folder: Path, suffix: str, count: int, draw: Callable[[int], byt
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(max_workers=usable_cores()) as pool:
-            list(tqdm(pool.map(write, missing), f"drawing images in {folder}", len(missing)))
+            place = sys.stdout if "ipykernel" in sys.modules else None  # stderr is red there
+            bar = {"desc": f"drawing images in {folder}", "total": len(missing), "file": place}
+            list(tqdm(pool.map(write, missing), **bar))
     except OSError as error:
         raise OSError(
             f"Drawn images can't be kept in {folder} ({error.strerror or error}). Make room or put "

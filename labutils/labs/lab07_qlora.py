@@ -1,77 +1,65 @@
-"""Lab 07's measurements: article A3's methods, recipes of our own on packed rows, the kernels that
-restore 4-bit weights, and Qwen3-32B.
+"""Lab 07's measurements: article A3's methods, recipes of our own on packed rows, Qwen3-32B.
 
-    runs = methods(workload, "long")              LoRA, QLoRA, and what comes with QLoRA
-    runs = rungs(workload)                        4-bit and FP8 weights on the same packed rows
-    run = dequantising(workload, QLORA, folder)   what restoring 4-bit weights takes, from a trace
-    runs = large(workload, folder)                Qwen3-32B, a few steps
+runs = methods(workload, "long")         LoRA, QLoRA, and what comes with QLoRA
+with Benchmark(workload, same_batches=True) as bench:
+    runs = rungs(bench, PACKED)          weights in 16 and in 4 bits on the same packed rows
+runs = large(workload, folder)           Qwen3-32B, a few steps
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from labutils.labs.ladders import A3_BASE
-from labutils.profiling.trace import profile
+from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe
-from labutils.results.records import Run, to_frame
-from labutils.training import Benchmark, Trainer
-from labutils.training.benchmark import empty_run
+from labutils.results.records import Run
+from labutils.training import Benchmark
 from labutils.training.free_memory import make_room
 from labutils.training.model_edits import prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
 from labutils.workloads.decoder_flops import decoder_shapes
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 WARM_UP = 3
-"""Steps between the first and those timed, on a GPU. The sixth batch of long texts is then timed,
-which has one of full length, as most have."""
+"""Steps between the first and those timed. The sixth batch of long texts is then timed, which has
+one of full length, as most have."""
 
-QLORA = A3_BASE.but(base_linear="nf4", checkpointing="blocks")
-"""PEFT's preparation turns checkpointing on, and casts to float32: `prepared`."""
+CHECKPOINTED = A3_BASE.but(checkpointing="blocks")
+QLORA = CHECKPOINTED.but(base_linear="nf4")
+"""PEFT's preparation turns checkpointing on, and casts to float32: `prepared_for_kbit`."""
 METHODS: dict[str, dict[str, tuple[Recipe, dict[str, Any]]]] = {
     "long": {
-        "lora": (A3_BASE, {}),
-        "lora, checkpointed": (
-            A3_BASE.but(checkpointing="blocks"),
-            {"method": "lora", "checkpointing": "blocks"},
-        ),
+        "lora": (A3_BASE, {"method": "lora"}),
+        "lora, checkpointed": (CHECKPOINTED, {"method": "lora", "checkpointing": "blocks"}),
         "lora, offloaded": (
             A3_BASE.but(checkpointing="offload"),
             {"method": "lora", "offloaded": True},
         ),
-        "qlora": (QLORA, {}),
+        "qlora": (QLORA, {"method": "qlora"}),
     },
     "short": {
-        "qlora": (QLORA, {}),
+        "qlora": (QLORA, {"method": "qlora"}),
         "qlora, batch 1": (QLORA.but(micro_batch=1), {"method": "qlora", "batch": 1}),
     },
 }
-"""Texts -> name -> recipe, and the tags that its run has beside the method's name and the texts."""
+"""Texts -> name -> recipe, and the tags that its run has beside the texts."""
 
 LOOP = {"driver": "eager", "logging": "ring-buffer", "non_blocking": True}
 ROWS = {"shapes": "packed", "token_budget": 4096, "micro_batch": 1}
-PACKED = A3_BASE.but(adapter="plain", layers="rewritten", loss="fused", **LOOP, **ROWS)
-COMPILED = PACKED.but(compile="default", compile_scope="blocks", dynamic="static")
+ON_ROWS = A3_BASE.but(adapter="plain", layers="rewritten", loss="fused", **LOOP, **ROWS)
+COMPILED_BLOCKS = ON_ROWS.but(compile="default", compile_scope="blocks", dynamic="static")
 LIKE_FOR_LIKE = "4 bits, compiled, checkpointed"
-RUNGS = {
-    "packed": PACKED,
-    "packed, 4 bits": PACKED.but(base_linear="nf4"),
-    "blocks compiled": COMPILED,
-    LIKE_FOR_LIKE: COMPILED.but(base_linear="nf4-frozen", checkpointing="blocks"),
-    "FP8 weights": COMPILED.but(base_linear="fp8-frozen"),
-    "4 bits in FP8, checkpointed": COMPILED.but(base_linear="nf4-fp8", checkpointing="blocks"),
+PACKED = {"packed": ON_ROWS, "packed, 4 bits": ON_ROWS.but(base_linear="nf4")}
+COMPILED = {
+    "blocks compiled": COMPILED_BLOCKS,
+    LIKE_FOR_LIKE: COMPILED_BLOCKS.but(base_linear="nf4-frozen", checkpointing="blocks"),
+    "FP8 weights": COMPILED_BLOCKS.but(base_linear="fp8-frozen"),
 }
 """Recipes on the same rows: several texts in one, apart from each other, and nothing padded."""
-
+ON_A_CPU = {LIKE_FOR_LIKE: COMPILED[LIKE_FOR_LIKE].but(compile="off", compile_scope="model")}
 UNSLOTH = {
     "unsloth": ("long", A3_BASE.but(base_linear="nf4"), {}),
     "unsloth, short texts": ("short", A3_BASE.but(base_linear="nf4"), {}),
@@ -80,43 +68,29 @@ UNSLOTH = {
 """Name -> texts, recipe, further tags. It is timed on the batches and rows of the others."""
 
 
-def prepared(model: nn.Module) -> None:
-    """What `prepare_model_for_kbit_training` casts, in a model that holds weights in 4 bits."""
-    if model.base_linear == "nf4":
-        prepared_for_kbit(model)
-
-
 def methods(workload: Workload, texts: str) -> dict[str, Run]:
     """Name -> run of `METHODS` on these texts, interleaved; QLoRA's with `memory_share`, its peak
     over LoRA's."""
     recipes = {name: recipe for name, (recipe, _) in METHODS[texts].items()}
-    tags = {
-        name: {"experiment": "methods", "method": name, "texts": texts} | more
-        for name, (_, more) in METHODS[texts].items()
-    }
+    shared = {"experiment": "methods", "texts": texts}
+    tags = {name: shared | more for name, (_, more) in METHODS[texts].items()}
     make_room(workload)
-    warmup = WARM_UP if workload.device.type == "cuda" else 1
-    with Benchmark(workload, warmup, same_batches=True, on_model=prepared) as bench:
+    with Benchmark(workload, WARM_UP, same_batches=True, on_model=prepared_for_kbit) as bench:
         runs = bench.compare(recipes, 1, tags=tags)
-    peaks = [runs[name].metric("peak_allocated_gb") for name in ("qlora", "lora") if name in runs]
-    if len(peaks) == 2 and all(peaks):
-        runs["qlora"].metrics["memory_share"] = peaks[0] / peaks[1]
+    peaks = {name: run.metric("peak_allocated_gb") for name, run in runs.items()}
+    if peaks.get("lora") and peaks["qlora"]:
+        runs["qlora"].metrics["memory_share"] = peaks["qlora"] / peaks["lora"]
     return _rated(runs, workload)
 
 
-def rungs(workload: Workload) -> dict[str, Run]:
-    """Name -> run of `RUNGS`, interleaved. A CPU takes those in 4 bits, and compiles none."""
-    recipes = dict(RUNGS)
-    if workload.device.type != "cuda":
-        few = ("packed", "packed, 4 bits", LIKE_FOR_LIKE)
-        recipes = {name: RUNGS[name].but(compile="off", compile_scope="model") for name in few}
-    make_room(workload)
-    with Benchmark(workload, same_batches=True) as bench:
-        tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
-        runs = bench.compare(recipes, 1, tags=tags)
+def rungs(bench: Benchmark, recipes: Mapping[str, Recipe]) -> dict[str, Run]:
+    """Name -> run of recipes on packed rows, interleaved. Their first steps are not on record:
+    unsloth loads meanwhile."""
+    tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
+    runs = bench.compare(recipes, 1, tags=tags)
     for run in runs.values():
-        run.lane = "same mathematics"
-    return _rated(runs, workload)
+        run.metrics.pop("first_step_s", None)
+    return _rated(runs, bench.workload)
 
 
 def _rated(runs: Mapping[str, Run], workload: Workload) -> dict[str, Run]:
@@ -138,76 +112,37 @@ def frozen_weights(workload: Workload) -> int:
     return workload.size.layers * sum(inputs * outputs for inputs, outputs in shapes)
 
 
-def dequantising(workload: Workload, recipe: Recipe, folder: Path) -> Run:
-    """What restoring 4-bit weights takes in a traced step: `dequantise_ms` of kernels (without a
-    GPU, of operators), and how many of them, `dequantise_calls`."""
-    make_room(workload)
-    with Trainer(workload, recipe, on_model=prepared) as trainer:
-        trace = profile(trainer, 1, folder, with_stack=False)
+def restoring_kernels_ms(trace: Trace) -> float:
+    """What restoring 4-bit weights takes in a traced step: of kernels, or without a GPU of
+    operators."""
     operators = (one for thread in trace.ops.values() for one in thread)
     work = trace.recorded(trace.kernels if trace.on_gpu else operators)
-    restoring = [one.ms for one in work if "equantize" in one.name]
-    run = empty_run(workload, recipe, f"dequantising, {workload.name}")
-    run.tags = {"experiment": "dequantising", "model": workload.name}
-    run.metrics = {
-        "dequantise_ms": sum(restoring) / trace.steps,
-        "dequantise_calls": len(restoring) / trace.steps,
-    }
-    return run
+    return sum(one.ms for one in work if "equantize" in one.name) / trace.steps
 
 
 def large(workload: Workload, folder: Path) -> dict[str, Run]:
-    """Name -> run of LoRA with checkpointing and QLoRA on a large model, two steps timed of each.
+    """Name -> run of QLoRA and LoRA with checkpointing on a large model, two steps timed of each.
 
-    The first step, which sets the peak of memory, has a text of full length. `traced_gpu_busy` is
-    of one more step, under the profiler; `examples_per_h` counts those of the timed steps.
+    The first step, which sets the peak of memory, has a text of full length. What QLoRA's
+    kernels do is seen in one more step, under the profiler; `examples_per_h` counts those of the
+    timed steps.
     """
     runs = {}
-    for name, recipe in {"qlora": QLORA, "lora": A3_BASE.but(checkpointing="blocks")}.items():
+    for name, recipe in {"qlora": QLORA, "lora": CHECKPOINTED}.items():
         make_room(workload)
-        with Benchmark(workload, warmup=0, on_model=prepared) as bench:
+        with Benchmark(workload, warmup=0, on_model=prepared_for_kbit) as bench:
             run = runs[name] = bench.compare({name: recipe}, steps=2, rounds=1)[name]
             run.tags = {"experiment": "qwen3-32b", "method": name, "checkpointing": "blocks"}
             if run.ok:
-                trace = bench.profile(name, folder / name, steps=1)
-                busy = trace.metrics().get("traced_gpu_busy")
-                run.metrics |= {} if busy is None else {"traced_gpu_busy": busy}
                 run.metrics["examples_per_h"] = 3600 * run.metric("examples_per_s")
+            if run.ok and name == "qlora":
+                trace = bench.profile(name, folder, steps=1)
+                run.metrics |= trace.metrics(run.metric("step_ms"))
     return runs
 
 
-def frontier(ax: Axes, runs: Iterable[Run]) -> Axes:
-    """Useful tokens/s over peak memory: a line for compiled recipes that multiply in BF16, one for
-    those in FP8, and single points for the others."""
-    runs = [run for run in runs if run.ok and (run.tags.get("rung") in RUNGS or _is_method(run))]
-    frame = to_frame(runs).assign(name=[run.run for run in runs], kind=list(map(_kind, runs)))
-    frame = frame.dropna(subset=["peak_allocated_gb", "useful_tokens_per_s"])
-    frame = frame.sort_values("peak_allocated_gb", ascending=False)
-    for (kind, those), mark in zip(frame.groupby("kind"), "sDov^", strict=False):
-        line = "-" if "products" in kind else ""
-        ax.plot(those.peak_allocated_gb, those.useful_tokens_per_s, mark + line, label=kind)
-    for at, below in zip(frame.itertuples(), itertools.cycle((4, -11, 13))):
-        place = at.peak_allocated_gb, at.useful_tokens_per_s
-        ax.annotate(at.name, place, (6, below), textcoords="offset points", fontsize=7)
-    ax.set(xscale="log", xlim=(5, 200), ylim=(0, None), ylabel="useful tokens/s")
-    ticks = (5, 10, 20, 50, 100)
-    ax.set_xticks(ticks, map(str, ticks))
-    ax.set_xlabel("peak memory, GB")
-    ax.legend(loc="upper right", fontsize=8)
-    return ax
-
-
-def _is_method(run: Run) -> bool:
-    """Whether a run is one of `METHODS` or `UNSLOTH` on long texts, for the first time."""
-    named = [*METHODS["long"].items(), *((n, (r, more)) for n, (_, r, more) in UNSLOTH.items())]
-    each = [
-        {"experiment": "methods", "method": name.split(",")[0], "texts": "long"} | more
-        for name, (_, more) in named
-    ]
-    return run.tags in each
-
-
-def _kind(run: Run) -> str:
+def kind_of(run: Run) -> str:
+    """How a run's point is marked where speed is drawn over memory."""
     if run.tags["experiment"] == "methods":
         return "unsloth" if run.tags["method"] == "unsloth" else "as published"
     if run.recipe["compile"] == "off":

@@ -17,15 +17,7 @@ from labutils.results.effects import effect
 from labutils.results.records import Run, Runs, summarise
 from labutils.results.report import claims_table
 
-BY_DIRECTION = (judges.INCONCLUSIVE, judges.REFUTED, judges.CONFIRMED)
-"""Verdict on "less", by the sign of an effect: 0, 1, -1."""
-KINDS = {
-    "statement": "Statements",
-    "advice": "Advice, which promises no number",
-    "predicted": "Predicted for other cards, by a model",
-    "setting": "Settings, which claim no speed",
-}
-"""Kind of a claim -> what a table of them is called."""
+KINDS = ("statement", "advice", "predicted", "setting")
 
 
 def scoreboard(judgements: Sequence[judges.Judgement]) -> pd.DataFrame:
@@ -57,24 +49,9 @@ def off_by(judgement: judges.Judgement | None) -> float:
     return max(max(min(ratios) / value, value / max(ratios), 1.0) for value in found)
 
 
-def choices(board: pd.DataFrame) -> dict[str, list[str]]:
-    """What one can choose by -> its values; what is shown at first stands first: what was refuted,
-    if anything was, of all articles and labs."""
-    articles, labs, verdicts = (sorted(board[c].unique()) for c in ("article", "lab", "verdict"))
-    verdicts = sorted(verdicts, key=lambda word: word != judges.REFUTED)
-    chosen_by = {"article": ["all", *articles], "lab_number": ["all", *labs]}
-    return chosen_by | {"verdict": [*verdicts, "all"]}
-
-
-def chosen(board: pd.DataFrame, article: str, lab_number: str, verdict: str) -> pd.DataFrame:
-    """The rows of one article ("A2"), lab ("05") and verdict here. Raises `ValueError` for others,
-    but for a verdict that no claim has today.
-    """
-    for name, word in {"article": article, "lab_number": lab_number, "verdict": verdict}.items():
-        known = ["all", *judges.VERDICTS] if name == "verdict" else choices(board)[name]
-        if word not in known:
-            raise ValueError(f"There is no {name} {word!r}. Choose one of: {', '.join(known)}.")
-        column = name.removesuffix("_number")
+def chosen(board: pd.DataFrame, **wanted: str) -> pd.DataFrame:
+    """The rows whose columns have these values; "all": any."""
+    for column, word in wanted.items():
         board = board if word == "all" else board[board[column] == word]
     return board
 
@@ -83,7 +60,7 @@ def tallies(board: pd.DataFrame) -> str:
     """For each kind of claim a table: how many an article has, and how many of them have each of
     the verdicts that occur, on the H200 and here."""
     words = []
-    for kind, title in KINDS.items():
+    for kind in KINDS:
         mine = board[board["kind"] == kind]
         sides = [pd.crosstab(mine["article"], mine[f"{p}verdict"]) for p in ("reference_", "")]
         found = [word for word in judges.VERDICTS if any(word in side for side in sides)]
@@ -91,7 +68,7 @@ def tallies(board: pd.DataFrame) -> str:
         counts = theirs + " / " + ours
         counts.insert(0, "in all", mine["article"].value_counts())
         table = as_table(counts.rename_axis("claims of").reset_index())
-        words.append(f"**{title}**: H200 / here\n\n{table}")
+        words.append(f"**{kind.capitalize()}**: H200 / here\n\n{table}")
     return "\n\n".join(words)
 
 
@@ -106,8 +83,7 @@ def farthest_off(board: pd.DataFrame, most: int = 12) -> pd.DataFrame:
     sides = board[["reference_verdict", "verdict"]] == judges.REFUTED
     off = board[["reference_off_by", "off_by"]].where(sides.to_numpy()).max(axis=1)
     found = board.assign(off=off)[sides.any(axis=1)].sort_values("off", ascending=False)
-    found = found[["id", "statement", "published", "reference", "here", "off"]].head(most)
-    return found.rename(columns=HEADINGS)
+    return found.rename(columns=HEADINGS)[list(HEADINGS.values())[:6]].head(most)
 
 
 def disagreements(board: pd.DataFrame) -> pd.DataFrame:
@@ -120,7 +96,10 @@ def disagreements(board: pd.DataFrame) -> pd.DataFrame:
 
 HEADINGS = {
     "id": "claim",
+    "statement": "statement",
+    "published": "published",
     "reference": "H200",
+    "here": "here",
     "off": "off by a factor of",
     "reference_verdict": "verdict there",
     "verdict": "verdict here",
@@ -128,37 +107,30 @@ HEADINGS = {
 
 
 def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> pd.DataFrame:
-    """A row for each lab of the course (`titles`: number -> title): what there is of it, and from
-    where.
+    """A row for each lab of the course (`titles`: number -> title): what there is of it, and since
+    when.
     """
     rows = []
     for number, title in titles.items():
         mine = runs.select(number)
-        row = {"lab": title, "here": "begun" if mine else "not run", "runs": len(mine) or None}
-        if number in done:
-            row["here"] = "run to its end"
-        machines = {str(run.machine.get("gpu") or run.machine.get("cpu")) for run in mine}
-        row["scale"] = ", ".join(sorted({run.scale for run in mine})) or None
-        row["machine"] = ", ".join(sorted(machines)) or None
-        row["from"] = max((run.at for run in mine), default="")[:10] or None
-        rows.append(row)
-    return pd.DataFrame(rows)
+        here = "run to its end" if number in done else "begun" if mine else "not run"
+        scales = ", ".join(sorted({run.scale for run in mine})) or None
+        newest = max((run.at for run in mine), default="")[:10] or None
+        rows.append((title, here, len(mine) or None, scales, newest))
+    return pd.DataFrame(rows, columns=["lab", "here", "runs", "scale", "from"])
 
 
 def next_steps(board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
     """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
-    steps = []
-    if missing := [number for number in titles if number not in done]:
-        steps.append(
-            f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. "
-            f"{int(board['lab'].isin(missing).sum())} of the {len(board)} claims are theirs."
-        )
+    missing = [number for number in titles if number not in done]
     noisy = board[board["verdict"] == judges.INCONCLUSIVE]
-    if len(noisy):
-        steps.append(
-            f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
-            f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`"
-        )
+    steps = [
+        f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. "
+        f"{int(board['lab'].isin(missing).sum())} of the {len(board)} claims are theirs.",
+        f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
+        f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`",
+    ]
+    steps = [step for step, any_left in zip(steps, (missing, len(noisy)), strict=True) if any_left]
     return steps or ["Everything is tested here. Change a recipe, and predict what it does."]
 
 
@@ -167,17 +139,14 @@ def check_rule(rule: Callable[..., str | None], machines: int = 200) -> str:
     noise; those whose interval ends at a limit may differ.
     """
     dice, wrong = np.random.default_rng(0), []
+    verdicts = {0: judges.INCONCLUSIVE, 1: judges.REFUTED, -1: judges.CONFIRMED}
     for _ in range(machines):
         noise, share = dice.choice([0.003, 0.01, 0.03]), dice.choice([0.9, 0.97, 1.0, 1.1])
         drift = 1 + dice.uniform(0, 0.3) * np.arange(8) / 8
         times = [ms * drift * dice.normal(1, noise, 8) for ms in (100, 100, 100 * share)]
-        samples = [{"step_ms": [*ms], "round": [*range(8)]} for ms in times]
-        base, twice, other = (
-            Run("12", "", metrics={"step_ms": summarise(one["step_ms"])}, samples=one)
-            for one in samples
-        )
+        base, twice, other = map(as_run, times)
         found = effect(base, other, (base, twice))
-        expected = BY_DIRECTION[0 if found.unsteady else found.direction]
+        expected = verdicts[0 if found.unsteady else found.direction]
         if (given := rule(*times)) is None:
             return "Exercise 3: no answer yet. Return one of the three words."
         if given != expected:
@@ -185,3 +154,9 @@ def check_rule(rule: Callable[..., str | None], machines: int = 200) -> str:
     if len(wrong) > machines // 25:
         return f"Exercise 3: not yet. {len(wrong)} of {machines} differ, for example: {wrong[0]}."
     return f"Exercise 3: right. {machines - len(wrong)} of {machines} verdicts are the course's."
+
+
+def as_run(ms: Sequence[float]) -> Run:
+    """A run that took `ms` in each of its rounds."""
+    samples = {"step_ms": [*ms], "round": [*range(len(ms))]}
+    return Run("12", "", metrics={"step_ms": summarise(ms)}, samples=samples)

@@ -20,16 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends import cuda, cudnn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labutils.profiling import compat
+from labutils.profiling.cuda import float32_products
 
-KERNELS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 WARM_UP = 3
 """Steps before a capture: they compile, choose algorithms and create library handles, none of which
 can be recorded.
@@ -43,13 +37,6 @@ def compile_from_nothing() -> None:
     folder = tempfile.mkdtemp(prefix="inductor-")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-
-
-def attention_kernel(name: str) -> Any:
-    """A context in which scaled_dot_product_attention uses the named kernel; "auto" leaves the
-    choice to PyTorch.
-    """
-    return nullcontext() if name == "auto" else sdpa_kernel(KERNELS[name])
 
 
 DYNAMIC = {"static": False, "automatic": None, "any": True}
@@ -71,24 +58,15 @@ def timed_convolutions(wanted: bool) -> Iterator[None]:
         cudnn.benchmark = before
 
 
-@contextmanager
-def float32_rounded(what: str) -> Iterator[None]:
+def float32_rounded(what: str) -> AbstractContextManager:
     """A context in which the tensor cores round float32 inputs to TF32 as a recipe's `tf32` says.
 
     "convolutions" is PyTorch's own setting, and leaves everything as it is.
     """
     if what == "convolutions":
-        yield
-        return
-    places, wanted = (cuda.matmul, cudnn.conv), "tf32" if what == "everything" else "ieee"
-    before = [place.fp32_precision for place in places]
-    try:
-        for place in places:
-            place.fp32_precision = wanted
-        yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.fp32_precision = value
+        return nullcontext()
+    rounding = "tf32" if what == "everything" else "ieee"
+    return float32_products((cuda.matmul, cudnn.conv), rounding)
 
 
 VARIANTS = 64

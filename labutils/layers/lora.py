@@ -4,10 +4,10 @@ behind one call.
     parameters = attach_lora(unet, ("to_q", "to_out.0"), rank=4, alpha=4, kind="plain", seed=0)
     save_adapter(unet, "adapter")          as PEFT saves it
 
-Whatever the kind, an adapted layer has the same anatomy, that of PEFT's layers: `base_layer`, and
-for each adapter by name `lora_A[name].weight` (r x in), `lora_B[name].weight` (out x r) and
-`scaling[name]`, with `set_adapter(name)`. So parameters have the same names in every kind, and
-initialising and saving are written once.
+Whatever the kind, an adapted layer has the same anatomy, that of PEFT's layers with one adapter:
+`base_layer`, `lora_A["default"].weight` (r x in), `lora_B["default"].weight` (out x r) and
+`scaling["default"]`. So parameters have the same names in every kind, and initialising and saving
+are written once.
 
 LoRA weights are float32 whatever the base weights are: they are small, and in half precision a
 small step of the optimizer would round to nothing. The products are computed in the dtype of the
@@ -29,56 +29,37 @@ from torch import Tensor, nn
 from labutils.recipe import check_choice
 
 KINDS = ("peft", "plain")
+NAME = "default"
+"""PEFT's name for the first adapter of a model, which is the only one here."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_PREFIX = "base_model.model."
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear layer and its low-rank updates: y = base(x) + alpha/r (x A^T) B^T for the
-    adapter in use.
+    """A frozen linear layer and its low-rank update: y = base(x) + alpha/r (x A^T) B^T.
 
     `base` is the nn.Linear (in -> out) that is wrapped, and stays as it is. x is (..., in), y is
     (..., out). Called under autocast or without: A and B are cast to x's dtype, and their gradients
-    come back in float32.
+    come back in float32. The update is zero at first (B = 0).
     """
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, name: str = "default") -> None:
+    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
         super().__init__()
         self.base_layer = base
-        self.lora_A = nn.ModuleDict()
-        self.lora_B = nn.ModuleDict()
-        self.scaling: dict[str, float] = {}
-        self.add_adapter(name, rank, alpha)
-
-    def add_adapter(self, name: str, rank: int, alpha: float) -> None:
-        """Add an adapter of its own rank, zero in effect (B = 0), and use it."""
-        weight = self.base_layer.weight
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        where: dict[str, Any] = {"device": weight.device, "dtype": dtype}
-        self.lora_A[name] = nn.Linear(self.in_features, rank, bias=False, **where)
-        self.lora_B[name] = nn.Linear(rank, self.out_features, bias=False, **where)
-        nn.init.zeros_(self.lora_B[name].weight)
-        self.scaling[name] = alpha / rank
-        self.set_adapter(name)
-
-    def set_adapter(self, name: str) -> None:
-        """Use the adapter `name`, and train it alone; a layer without it computes what its base
-        does."""
-        self.active_adapter = name
-        for products in (self.lora_A, self.lora_B):
-            for other, product in products.items():
-                product.weight.requires_grad_(other == name)
+        dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
+        where: dict[str, Any] = {"device": base.weight.device, "dtype": dtype}
+        A = nn.Linear(self.in_features, rank, bias=False, **where)
+        B = nn.Linear(rank, self.out_features, bias=False, **where)
+        nn.init.zeros_(B.weight)
+        self.lora_A, self.lora_B = nn.ModuleDict({NAME: A}), nn.ModuleDict({NAME: B})
+        self.scaling = {NAME: alpha / rank}
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.base_layer(x)
-        name = self.active_adapter
-        if name not in self.scaling:
-            return y
-        A, B = (products[name].weight.to(x.dtype) for products in (self.lora_A, self.lora_B))
-        scaling = self.scaling[name]
+        A, B = (products[NAME].weight.to(x.dtype) for products in (self.lora_A, self.lora_B))
+        scaling = self.scaling[NAME]
         h = F.linear(x, A)  # (..., r)
         h = h if scaling == 1 else h * scaling  # scaled where it has r columns and not `out`
-        return y + F.linear(h, B)
+        return self.base_layer(x) + F.linear(h, B)
 
     # What other code reads off an nn.Linear is the base layer's.
     @property
@@ -109,38 +90,39 @@ def attach_lora(
     alpha: float,
     kind: str,
     seed: int = 0,
-    name: str = "default",
 ) -> list[nn.Parameter]:
     """Adapt the layers of `module` that `targets` name, freeze everything else, and return the new
     parameters.
 
     A target matches as in PEFT: the layer's whole name, or its end after a dot ("to_out.0" matches
-    "mid_block.attn1.to_out.0"). kind: "plain" (`LoRALinear`) or "peft". A second call with another
-    `name` puts a second adapter on the same layers, which is then the one in use.
+    "mid_block.attn1.to_out.0"). kind: "plain" (`LoRALinear`) or "peft".
 
     Each A is drawn from `seed` and the layer's name alone, on the CPU, with PEFT's "gaussian"
     distribution (normal, deviation 1/r): the kind, the device and the order of attaching don't
     matter. B is zero, so that training starts from the base model.
 
-    Raises `ValueError` for a rank below 1, an unknown kind, a name in use, or targets that match no
-    layer.
+    Raises `ValueError` for a rank below 1, an unknown kind, a model that has adapters, or targets
+    that match no layer.
     """
     check_choice("kind", kind, KINDS)
     if rank < 1:
         raise ValueError(f"rank={rank}: a low-rank update needs a rank of 1 or more.")
-    if any(name in layer.lora_A for layer in lora_layers(module).values()):
-        raise ValueError(
-            f"This model already has an adapter named {name!r}. Give the new one another name=."
-        )
+    if lora_layers(module):
+        raise ValueError("This model already has an adapter. Build a new one.")
     names = matching_layers(module, targets)
     attach = _attach_peft if kind == "peft" else _attach_plain
     with torch.random.fork_rng(devices=[]):  # new layers draw weights, which are thrown away
-        attach(module, names, rank, alpha, name)
+        attach(module, names, rank, alpha)
     module.requires_grad_(False)
-    for layer in lora_layers(module).values():
-        layer.set_adapter(name)  # its weights alone are trained
-    redraw_lora(module, seed, name)
-    return [p for p in module.parameters() if p.requires_grad]
+    trained = []
+    for name, layer in lora_layers(module).items():
+        A, B = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+        trained += [A.requires_grad_(), B.requires_grad_()]
+        if not A.is_meta:
+            digest = hashlib.blake2s(f"{seed}/{name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            A.data.copy_(torch.randn(A.shape, generator=generator) / len(A))
+    return trained
 
 
 def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
@@ -160,53 +142,31 @@ def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _attach_plain(
-    module: nn.Module, names: list[str], rank: int, alpha: float, adapter: str
-) -> None:
-    """Put a LoRALinear in the place of each named nn.Linear, or one more adapter on the LoRALinear
-    that is there."""
+def _attach_plain(module: nn.Module, names: list[str], rank: int, alpha: float) -> None:
+    """Put a LoRALinear in the place of each named nn.Linear."""
     for name in names:
         layer = module.get_submodule(name)
-        if isinstance(layer, LoRALinear):
-            layer.add_adapter(adapter, rank, alpha)
-        elif isinstance(layer, nn.Linear):
-            module.set_submodule(name, LoRALinear(layer, rank, alpha, adapter))
-        else:
+        if not isinstance(layer, nn.Linear):
             raise ValueError(
                 f"{name!r} is a {type(layer).__name__}; kind='plain' adapts nn.Linear layers. Use "
                 "kind='peft'."
             )
+        module.set_submodule(name, LoRALinear(layer, rank, alpha))
 
 
-def _attach_peft(
-    module: nn.Module, names: list[str], rank: int, alpha: float, adapter: str
-) -> None:
+def _attach_peft(module: nn.Module, names: list[str], rank: int, alpha: float) -> None:
     """Have PEFT do it, through the model's own `add_adapter` where it is a diffusers or
     transformers model."""
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=names)
     if hasattr(module, "add_adapter"):
-        module.add_adapter(config, adapter)
+        module.add_adapter(config, NAME)
     else:
-        inject_adapter_in_model(config, module, adapter)
-    for parameter in _parameters(module, adapter):  # PEFT made them in the base weights' dtype
-        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        parameter.data = parameter.data.to(wide)
-
-
-@torch.no_grad()
-def redraw_lora(module: nn.Module, seed: int, name: str = "default") -> None:
-    """Put the adapter back to where a training with this `seed` starts: A drawn as by
-    `attach_lora`, B zero."""
-    for layer_name, layer in lora_layers(module).items():
-        if name not in layer.lora_A or layer.lora_A[name].weight.is_meta:
-            continue
-        nn.init.zeros_(layer.lora_B[name].weight)
-        digest = hashlib.blake2s(f"{seed}/{layer_name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
-        A = layer.lora_A[name].weight
-        A.copy_(torch.randn(A.shape, generator=generator) / len(A))
+        inject_adapter_in_model(config, module, NAME)
+    for layer in lora_layers(module).values():  # PEFT made them in the base weights' dtype
+        for weight in (layer.lora_A[NAME].weight, layer.lora_B[NAME].weight):
+            weight.data = weight.data.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -222,16 +182,14 @@ def lora_layers(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def adapter_state(module: nn.Module, name: str = "default") -> dict[str, Tensor]:
+def adapter_state(module: nn.Module) -> dict[str, Tensor]:
     """The adapter's weights under PEFT's names, "<layer>.lora_A.weight" and
     "<layer>.lora_B.weight"; not copies.
-
-    Raises `ValueError` where the model has no adapter of that name.
     """
     state = {}
-    for layer_name, layer in _layers_with(module, name).items():
-        state[f"{layer_name}.lora_A.weight"] = layer.lora_A[name].weight.detach()
-        state[f"{layer_name}.lora_B.weight"] = layer.lora_B[name].weight.detach()
+    for name, layer in lora_layers(module).items():
+        state[f"{name}.lora_A.weight"] = layer.lora_A[NAME].weight.detach()
+        state[f"{name}.lora_B.weight"] = layer.lora_B[NAME].weight.detach()
     return state
 
 
@@ -246,24 +204,6 @@ def count_trainable(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def _layers_with(module: nn.Module, name: str) -> dict[str, nn.Module]:
-    """The layers that have the adapter `name`. Raises `ValueError` where none has."""
-    layers = lora_layers(module)
-    having = {layer_name: layer for layer_name, layer in layers.items() if name in layer.lora_A}
-    if not having:
-        known = sorted({adapter for layer in layers.values() for adapter in layer.lora_A})
-        raise ValueError(
-            f"No adapter {name!r} is attached to this model. It has: {', '.join(known) or 'none'}."
-        )
-    return having
-
-
-def _parameters(module: nn.Module, name: str) -> list[nn.Parameter]:
-    """A and B of every layer that has the adapter."""
-    layers = _layers_with(module, name).values()
-    return [half[name].weight for layer in layers for half in (layer.lora_A, layer.lora_B)]
-
-
 def _plain_name(name: str) -> str:
     """A name without what DistributedDataParallel, torch.compile and PeftModel put into it."""
     return name.removeprefix("module.").replace("_orig_mod.", "").removeprefix(PEFT_PREFIX)
@@ -274,7 +214,7 @@ def _plain_name(name: str) -> str:
 
 
 def save_adapter(
-    module: nn.Module, folder: str | Path, name: str = "default", base_model: str | None = None
+    module: nn.Module, folder: str | Path, base_model: str | None = None
 ) -> list[Path]:
     """Write the adapter as PEFT does (safetensors and JSON), and a diffusers UNet's also as its
     pipelines load it. Returns the paths.
@@ -285,13 +225,13 @@ def save_adapter(
     from peft import LoraConfig
     from safetensors.torch import save_file
 
-    layers = _layers_with(module, name)
+    layers = lora_layers(module)
     first = next(iter(layers.values()))
-    rank = len(first.lora_A[name].weight)
-    state = {key: tensor.contiguous().cpu() for key, tensor in adapter_state(module, name).items()}
+    rank = len(first.lora_A[NAME].weight)
+    state = {key: tensor.contiguous().cpu() for key, tensor in adapter_state(module).items()}
     config = LoraConfig(
         r=rank,
-        lora_alpha=first.scaling[name] * rank,
+        lora_alpha=first.scaling[NAME] * rank,
         target_modules=sorted(layers),
         base_model_name_or_path=base_model,
         inference_mode=True,

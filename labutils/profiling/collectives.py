@@ -127,8 +127,8 @@ def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[flo
     On GPUs: NCCL's kernels, against all others. A kernel of NCCL also runs while it waits for the
     other ranks' data, so that ranks out of step show as communication. On a CPU: from where gloo is
     given a message to where it is through, against operators that compute. Metrics:
-    `communication_share`, `exposed_communication_share` (of wall time), and `communication_ms`,
-    `exposed_communication_ms` a step. The lists hold start and end, start and end, ... of computing
+    `communication_share`, `exposed_communication_share` (of wall time), and `communication_ms` a
+    step. The lists hold start and end, start and end, ... of computing
     and of communicating, in ms from that step's beginning.
     """
     talking, computing = _times(trace)
@@ -138,7 +138,6 @@ def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[flo
         "communication_share": total(talking) / wall,
         "exposed_communication_share": total(exposed) / wall,
         "communication_ms": total(talking) / trace.steps,
-        "exposed_communication_ms": total(exposed) / trace.steps,
     }
     window = min(
         trace.step_windows, key=lambda step: abs(_share(exposed, step) - total(exposed) / wall)
@@ -164,9 +163,9 @@ def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:
     return trace.time_of(talking), trace.time_of(computing)
 
 
-def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> list[float]:
+def _drawable(times: list[Interval], window: Interval) -> list[float]:
     """A picture's worth of intervals: those less than a grain of the window apart are one."""
-    grain = (window[1] - window[0]) / grains
+    grain = (window[1] - window[0]) / 500
     joined = union((start, end + grain) for start, end in overlap(times, [window]))
     return [round(at - window[0], 4) for start, end in joined for at in (start, end - grain)]
 
@@ -176,30 +175,13 @@ def _drawable(times: list[Interval], window: Interval, grains: int = 500) -> lis
 
 
 _TRANSPORT = r"Channel \d+(?:/\d+)? ?: \d+\[\w+\] -> \d+\[\w+\](?: \[\w+\])? via ([\w/-]+)"
-_CHOSEN = r"AllReduce: (\d+) Bytes -> Algo (\w+) proto (\w+)"
-SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM,TUNING"}
-"""What has NCCL say what `read_nccl_log` looks for."""
+SAY_ALL = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,P2P,SHM"}
+"""What has NCCL say what `nccl_transports` looks for."""
 
 
-def read_nccl_log(text: str) -> dict[str, Any]:
-    """What NCCL tells (`SAY_ALL`) of the ways that it takes: `version`, `channels`, `network`,
-    `transports` (connections by each, such as "P2P/CUMEM", "SHM/direct", "NET/Socket/0"), and
-    `chosen` (an all-reduce's bytes -> "RING, SIMPLE").
-
-    What a version does not say is absent. Its wording is no interface: see the log itself where a
-    number matters.
+def nccl_transports(text: str) -> dict[str, int]:
+    """The transports that NCCL says it takes (`SAY_ALL`), such as "P2P/CUMEM", "SHM/direct",
+    "NET/Socket/0", and how many connections by each. Its wording is no interface: see the log
+    itself where a number matters.
     """
-    version = re.search(r"NCCL version ([\d.]+)", text)
-    channels = re.search(r"(\d+) coll channels", text)
-    network = re.search(r"Using network (\w+)", text)
-    facts = {
-        "version": version and version[1],
-        "channels": channels and int(channels[1]),
-        "network": network and network[1],
-        "transports": dict(Counter(re.findall(_TRANSPORT, text))),
-        "chosen": {
-            int(size): f"{algorithm}, {protocol}"
-            for size, algorithm, protocol in re.findall(_CHOSEN, text)
-        },
-    }
-    return {name: value for name, value in facts.items() if value}
+    return dict(Counter(re.findall(_TRANSPORT, text)))

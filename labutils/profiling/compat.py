@@ -95,6 +95,13 @@ def stop_memory_history() -> None:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
+def release_workspaces() -> None:
+    """Give back what cuBLAS's handles hold of the allocator's memory; the next product takes it
+    anew.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def load_machine_code(code: bytes) -> None:
     """Have the driver load a compiled kernel. Raises `RuntimeError`, with the driver's words, where
     it refuses.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 GB = 10**9
@@ -119,9 +120,37 @@ def allocated_memory() -> float | None:
     return torch.cuda.memory_allocated() / GB if (torch := _torch()) else None
 
 
+def take_workspaces() -> None:
+    """Have cuBLAS take what it holds for the threads of forward and backward passes. Else the first
+    trainer's peak would contain it.
+    """
+    if torch := _torch():
+        one = torch.ones(64, 64, device="cuda", requires_grad=True)
+        (one @ one).sum().backward()
+
+
 def free_memory() -> float | None:
     """GPU memory that nobody uses, in 10^9 bytes; None without a GPU."""
     return torch.cuda.mem_get_info()[0] / GB if (torch := _torch()) else None
+
+
+@contextmanager
+def float32_products(where: Iterable[Any], rounding: str) -> Iterator[None]:
+    """A context in which the PyTorch backends `where` multiply float32 inputs as they are ("ieee"),
+    or rounded to TF32 ("tf32").
+
+    It changes each backend's own setting alone. PyTorch raises where one reads the older setting
+    (`allow_tf32`, `get_float32_matmul_precision`) and the two contradict each other. Compiled code
+    is cached under these values: left changed, they would hide what other processes compiled.
+    """
+    before = [(backend, backend.fp32_precision) for backend in where]
+    try:
+        for backend, _ in before:
+            backend.fp32_precision = rounding
+        yield
+    finally:
+        for backend, value in before:
+            backend.fp32_precision = value
 
 
 def timed(

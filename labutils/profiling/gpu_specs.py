@@ -43,13 +43,6 @@ class Spec:
     sparse: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
-    def ridge(self, dtype: str = "bf16") -> float | None:
-        """FLOP per byte above which the data sheet's dense peak, and not its bandwidth, is the
-        limit.
-        """
-        peak = self.dense.get(dtype)
-        return None if peak is None else peak * 1e3 / self.bandwidth
-
 
 def _read_specs() -> tuple[Spec, ...]:
     """The sheets of gpu_specs.toml. 2:4 sparsity doubles the tensor cores' peaks on each card that

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,24 +155,12 @@ def _timeable_product(dtype: str, device: str) -> tuple[Callable[[], Any], int]:
     return _product(dtype, size, device), size
 
 
-@contextmanager
-def products_as(dtype: str) -> Iterator[None]:
+def products_as(dtype: str) -> AbstractContextManager:
     """A context in which PyTorch multiplies fp32 matrices as such, or, for "tf32", rounds their
     inputs to TF32.
-
-    It changes each backend's own setting alone. PyTorch raises where one reads the older setting
-    (`allow_tf32`, `get_float32_matmul_precision`) and the two contradict each other. Compiled code
-    is cached under these values: left changed, they would hide what other processes compiled.
     """
     backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
-        yield
-    finally:
-        for backend, value in zip(backends, before, strict=True):
-            backend.fp32_precision = value
+    return cuda.float32_products(backends, "tf32" if dtype == "tf32" else "ieee")
 
 
 def _product(dtype: str, size: int, device: str) -> Callable[[], Any]:

@@ -92,6 +92,15 @@ class StepMemory:
         """The most bytes there were at one time."""
         return max(self.totals(), default=0)
 
+    def phase_peaks(self) -> dict[str, int]:
+        """Phase -> the most bytes there were in it, in its last pass."""
+        totals, ends = self.totals(), [start for start, _ in self.phases[1:]] + [self.events]
+        return {
+            phase: max(totals[start:end])
+            for (start, phase), end in zip(self.phases, ends, strict=True)
+            if end > start
+        }
+
     def at_peak(self) -> dict[str, int]:
         """Kind -> bytes at the first event at which most is held."""
         at = self.totals().index(self.peak)

@@ -50,12 +50,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one execution: `alone_ms` without the host (replayed from a CUDA graph; on a
-    CPU, simply called), `called_ms` as a Python loop gets it that calls it again and again and
-    waits at the end."""
+    """Milliseconds of one execution without the host: replayed from a CUDA graph; on a CPU, simply
+    called."""
 
     alone_ms: list[float]
-    called_ms: list[float]
 
 
 def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
@@ -88,14 +86,12 @@ def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
     with torch.no_grad():
         if replay := cuda.graph_of(in_turn):
             alone = _of_one(cuda.timed_in_bursts(replay, burst_s=budget_s / 10), copies)
-            called = _of_one(cuda.timed(in_turn, budget_s, at_least=7), copies)
         else:  # call by call: one that another program held up would spoil a whole round
             turns = itertools.cycle(calls)
-            times = cuda.timed(lambda: next(turns)(), budget_s, warmup=copies, at_least=7)
-            alone = called = _of_one(times, 1)
+            alone = _of_one(cuda.timed(lambda: next(turns)(), budget_s, copies, at_least=7), 1)
     del calls, in_turn, replay
     cuda.empty_cache()
-    return Timing(alone, called)
+    return Timing(alone)
 
 
 def _call_all(calls: Sequence[Callable[[], Any]]) -> None:

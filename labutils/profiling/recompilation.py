@@ -30,7 +30,8 @@ class Compilation:
     code. recompilations: how often on one that it had compiled before, and `reasons` (reason -> how
     often) the guards that failed; one recompilation names one for each version there was. breaks:
     reason -> graph breaks. given_up: functions that needed so many versions that the compiler left
-    them uncompiled. seconds: wall-clock time spent compiling, the backward pass's included.
+    them uncompiled. seconds: wall-clock time spent compiling, the backward pass's included. The
+    compiler's own warnings, of what is being counted anyway, stay off the page.
     """
 
     def __init__(self) -> None:
@@ -57,12 +58,18 @@ class Compilation:
         self._failures = {code: len(reasons) for code, reasons in DYNAMO.guard_failures.items()}
         self._listener = _GivenUp(self.given_up)
         DYNAMO.logger.addHandler(self._listener)
+        handlers = logging.getLogger("torch._dynamo").handlers
+        self._levels = {handler: handler.level for handler in handlers}
+        for handler in handlers:
+            handler.setLevel(logging.ERROR)
         DYNAMO.callback_handler.register_start_callback(self._start)
         DYNAMO.callback_handler.register_end_callback(self._end)
         return self
 
     def __exit__(self, *exception: object) -> None:
         DYNAMO.logger.removeHandler(self._listener)
+        for handler, level in self._levels.items():
+            handler.setLevel(level)
         DYNAMO.callback_handler.remove_start_callback(self._start)
         DYNAMO.callback_handler.remove_end_callback(self._end)
         self.graphs = graphs_compiled() - self._graphs

@@ -567,8 +567,6 @@ class Trace:
             "kernels_ms": total(self.kernel_time) / self.steps,
             "kernels_per_step": made["kernels"],
             "launches_per_step": made["launches"],
-            "graph_launches_per_step": made["graph_launches"],
-            "launch_ms": made["launches_ms"] + made["graph_launches_ms"],
             "syncs_per_step": len(self.waits) / self.steps,
             "sync_ms": sum(wait.ms for wait in self.waits) / self.steps,
             "clip_sync": int(any(wait.phase == "clip" for wait in self.waits)),

@@ -45,6 +45,9 @@ PACKAGES = (
 )
 """The packages whose versions stand in every record, as far as they are installed."""
 
+RETIRED = ("attention", "gradient_as_bucket_view", "static_graph")
+"""Knobs that recipes on record have, and today's don't."""
+
 SOURCES = "LABUTILS_SOURCES"
 """The variable in which `labutils run` tells a lab's kernel digests of what it is made of."""
 
@@ -390,7 +393,9 @@ def _record_of(line: str) -> dict[str, Any] | str:
         record["tags"] = tags_of(lab, run)
     if record.get("schema") == 1 and isinstance(lab, str):
         record["lab"] = number_today(lab, record.get("tags", {}).get("experiment"))
-    return _unsound(record) or record
+    if not (wrong := _unsound(record)) and "recipe" in record:
+        record["recipe"] = {k: v for k, v in record["recipe"].items() if k not in RETIRED}
+    return wrong or record
 
 
 def _unsound(record: Mapping[str, Any]) -> str:

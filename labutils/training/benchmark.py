@@ -12,7 +12,7 @@ import operator
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Unpack
@@ -37,7 +37,6 @@ from labutils.workloads.base import Work, Workload
 
 LOG = logging.getLogger(__name__)
 """Failures with their tracebacks, at the level INFO: a run's status has one line."""
-AfterStep = Callable[[Trainer], None]
 ROUNDS = {"tiny": 2, "small": 8, "full": 8}
 """Rounds of a comparison by scale. Effects are bootstrapped over rounds, which takes 8 or more; at
 tiny, where nobody judges times, 2 keep a lab short."""
@@ -90,19 +89,15 @@ def compare(
         return bench.compare(recipes, steps, rounds, tags)
 
 
-def measure(trainer: Trainer, steps: int, after_step: AfterStep | None = None) -> StepTimes:
-    """Time `steps` optimizer steps of a trainer, one after the other without a pause; `after_step`
-    follows each.
-    """
+def measure(trainer: Trainer, steps: int) -> StepTimes:
+    """Time `steps` optimizer steps of a trainer, one after the other without a pause."""
     times = StepTimes()
-    for _ in timed(trainer, steps, times, after_step):
+    for _ in timed(trainer, steps, times):
         trainer.step()
     return times
 
 
-def timed(
-    trainer: Trainer, steps: int, times: StepTimes, after_step: AfterStep | None = None
-) -> Iterator[None]:
+def timed(trainer: Trainer, steps: int, times: StepTimes) -> Iterator[None]:
     """A loop of `steps` passes whose body takes one optimizer step each. Their times are added to
     `times` at the loop's end.
 
@@ -115,8 +110,6 @@ def timed(
     for _ in range(steps):
         yield
         clock.mark(trainer.batches.reset_wait(), trainer.batches.reset_work())
-        if after_step is not None:
-            after_step(trainer)
     times.extend(clock.stop())
 
 
@@ -146,6 +139,7 @@ class Benchmark:
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
         probe_machine()  # now, while nothing else is on the device
+        cuda.take_workspaces()
 
     def compare(
         self,
@@ -284,9 +278,9 @@ class Benchmark:
 class Candidate:
     """A trainer whose first step and warm-up are done, ready to be timed round by round.
 
-    warmup: steps after the first. after_step: is called with the trainer after every step, timed or
-    not. same_batches: every round times the same batches, so that recipes whose steps differ in
-    length can be compared step by step. hooks: the trainer's, see `trainer.Hooks`.
+    warmup: steps after the first. same_batches: every round times the same batches, so that recipes
+    whose steps differ in length can be compared step by step. hooks: the trainer's, see
+    `trainer.Hooks`.
     """
 
     def __init__(
@@ -294,11 +288,9 @@ class Candidate:
         workload: Workload,
         recipe: Recipe,
         warmup: int,
-        after_step: AfterStep | None = None,
         same_batches: bool = False,
         **hooks: Unpack[Hooks],
     ) -> None:
-        self.after_step = after_step
         self.same_batches = same_batches
         gc.collect()  # what earlier trainers left in cycles would be counted as held by others
         before = cuda.allocated_memory()
@@ -307,8 +299,8 @@ class Candidate:
         cuda.reset_peak_memory()  # from here on it is training's, and not building's
         self.steps_to_drain = steps_to_drain(self.trainer.recipe, self.trainer.ranks.count)
         try:
-            self.first_step_s = measure(self.trainer, 1, after_step).step_ms[0] / 1e3
-            warm = measure(self.trainer, warmup, after_step)
+            self.first_step_s = measure(self.trainer, 1).step_ms[0] / 1e3
+            warm = measure(self.trainer, warmup)
         except BaseException:
             self.trainer.close()
             raise
@@ -342,7 +334,7 @@ class Candidate:
         return max(self.steps_to_drain, math.ceil(SETTLE_MS / self.step_ms))
 
     def settle(self) -> None:
-        measure(self.trainer, self.steps_to_settle, self.after_step)
+        measure(self.trainer, self.steps_to_settle)
 
     def measure(self, steps: int, lead_in: int = 1) -> StepTimes:
         """A round of `steps` timed steps, settled before; with the same batches each time, rewound
@@ -358,7 +350,7 @@ class Candidate:
             if self.same_batches:
                 self.rewind(lead_in)
             graphs, times = graphs_so_far(), StepTimes()
-            for _ in timed(self.trainer, steps, times, self.after_step):
+            for _ in timed(self.trainer, steps, times):
                 self.trainer.step()
             if not self.trainer.ranks.most(graphs_so_far() - graphs):
                 break
@@ -371,7 +363,7 @@ class Candidate:
         same batches.
         """
         self.trainer.rewind_data(self.timed_from)
-        measure(self.trainer, lead_in, self.after_step)
+        measure(self.trainer, lead_in)
 
     def report(self, run: Run, times: StepTimes) -> None:
         """Fill in the run's metrics and samples, those against the hardware included."""
@@ -486,7 +478,8 @@ def _multiplied_as(recipe: Recipe) -> str:
 
 def _progress(items: Sequence[Any], what: str) -> Iterable[Any]:
     """`items` behind a progress bar where there are several. TQDM_DISABLE=1 silences it."""
-    return tqdm(items, desc=what, mininterval=10) if len(items) > 1 else items
+    place = sys.stdout if "ipykernel" in sys.modules else None  # JupyterLab shows stderr in red
+    return tqdm(items, desc=what, mininterval=10, file=place) if len(items) > 1 else items
 
 
 def empty_run(workload: Workload, recipe: Recipe, name: str) -> Run:

@@ -55,11 +55,3 @@ def read(folder: Path) -> dict[str, Any]:
             f"{path} is damaged ({type(error).__name__}: {error}). Delete it and start again, or "
             "put a copy back."
         ) from error
-
-
-def step_of(folder: str | Path) -> int | None:
-    """The optimizer step of the folder's checkpoint; None where there is none that is whole."""
-    try:
-        return read(Path(folder))["step"]
-    except (FileNotFoundError, ValueError):
-        return None

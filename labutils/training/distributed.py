@@ -194,8 +194,6 @@ def distribute(
         device_ids=devices,
         broadcast_buffers=False,  # none is trained
         bucket_cap_mb=recipe.bucket_cap_mb or None,
-        gradient_as_bucket_view=recipe.gradient_as_bucket_view,
-        static_graph=recipe.static_graph,
     )
     setattr(model, name, wrapped)
     return wrapped
@@ -246,17 +244,12 @@ def whole_parameters(parameters: list[nn.Parameter]) -> list[Tensor]:
     """The parameters' values on the host; those that are cut among the ranks are gathered, by all
     ranks together.
     """
-    own = [parameter.detach() for parameter in parameters]
-    return [(t.full_tensor() if hasattr(t, "full_tensor") else t).cpu() for t in own]
+    return [_whole(parameter.detach()).cpu() for parameter in parameters]
 
 
 def bytes_here(tensor: Any) -> int:
     """What a tensor takes on this device: of one that is cut among the ranks, this rank's part."""
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes
-
-
-def is_sharded(parameters: list[nn.Parameter]) -> bool:
-    return any(hasattr(parameter, "full_tensor") for parameter in parameters)
 
 
 @torch.no_grad()
@@ -272,54 +265,39 @@ def take_parameters(parameters: list[nn.Parameter], values: list[Tensor]) -> Non
             "trained ones of this run. Resume with the same settings, or start in another folder."
         )
     for parameter, value in zip(parameters, values, strict=True):
-        if hasattr(parameter, "full_tensor"):
-            from torch.distributed.tensor import distribute_tensor
-
-            layout = parameter.device_mesh, parameter.placements
-            value = distribute_tensor(value.to(parameter.device), *layout)
-        parameter.copy_(value)
+        parameter.copy_(_part(value, parameter))
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` as one process has it. Where parameters of `model` are cut among
-    the ranks, all ranks gather it; rank 0 has it then, the others {}.
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()` as one process has it: what is cut among the ranks is gathered, by
+    all ranks together.
     """
-    if not is_sharded(list(model.parameters())):
-        return optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_optimizer_state_dict(model, optimizer, options=options)
-    if not state:
-        return {}
-    place = {name: index for index, name in enumerate(_names(model, optimizer))}
-    return _renamed(state, place)
-
-
-def load_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-) -> None:
-    """Load what `optimizer_state` gave."""
-    if not is_sharded(list(model.parameters())):
-        optimizer.load_state_dict(state)
-        return
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-    named = _renamed(state, dict(enumerate(_names(model, optimizer))))
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizer, named, options=options)
-
-
-def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The optimizer's parameters by their names in `model`, in order."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with new keys for its parameters: numbers in the place of names, say."""
-    groups = state["param_groups"]
-    return {
-        "state": {new[old]: moments for old, moments in state["state"].items()},
-        "param_groups": [g | {"params": [new[old] for old in g["params"]]} for g in groups],
+    state = optimizer.state_dict()
+    whole = {
+        number: {name: _whole(value) for name, value in moments.items()}
+        for number, moments in state["state"].items()
     }
+    return state | {"state": whole}
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what `optimizer_state` gave; of moments that are to be cut, each rank takes its part."""
+    optimizer.load_state_dict(state)
+    for parameter, moments in optimizer.state.items():
+        for name, moment in moments.items():
+            if torch.is_tensor(moment) and moment.shape == parameter.shape:
+                moments[name] = _part(moment, parameter)
+
+
+def _whole(tensor: Any) -> Any:
+    return tensor.full_tensor().cpu() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _part(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Of a whole value of a parameter that is cut among the ranks, this rank's part."""
+    if not hasattr(parameter, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    layout = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), *layout)

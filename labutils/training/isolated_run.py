@@ -23,7 +23,6 @@ def try_isolated(
     recipe: Recipe,
     steps: int = 3,
     scale: str = "",
-    timeout_s: float = TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
 ) -> Run:
     """The run of `steps` optimizer steps in a child process.
@@ -38,7 +37,7 @@ def try_isolated(
     if scale:
         opened |= {"scale": scale, "weights": "random"}  # the hub has one size only
     order = {"workload": opened, "recipe": recipe.as_dict(), "steps": steps}
-    with Child(["-m", __name__], order, timeout_s, environment) as child:
+    with Child(["-m", __name__], order, TIMEOUT_S, environment) as child:
         result = child.receive() or {"metrics": {"failed": 1, "message": child.failure()}}
     run = empty_run(workload, recipe, "")
     run.scale, run.weights = opened["scale"], opened["weights"]

@@ -13,7 +13,6 @@ import gc
 import json
 import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -46,28 +45,19 @@ RUNS = "runs.jsonl"
 class Task:
     """One thing that the ranks do. Plain data.
 
-    kind: "train" (the recipes of `timed` are timed in turns), "run" (`recipe` trains `steps` steps,
-    with checkpoints), "all-reduce" (of `sizes` bytes, timed). name, tags: of its run. timed: for
-    each recipe a `Timed` as a dict. traced: optimizer steps recorded by the profiler after the
-    timing, of what all do together. alone: rank 0 runs by itself and the others wait. fail: "raise"
-    or "kill" of `fails` (rank, step).
+    kind: "train" (the recipes of `timed` are timed in turns) or "all-reduce" (of `sizes` bytes,
+    timed). name, tags: of its run. timed: for each recipe a `Timed` as a dict. traced: optimizer
+    steps recorded by the profiler after the timing, of what all do together.
     """
 
     kind: str
     name: str
     workload: dict[str, Any] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
     timed: tuple[dict[str, Any], ...] = ()
     steps: int = 5
     warmup: int = 2
-    alone: bool = False
     traced: int = 0
     sizes: tuple[int, ...] = ()
-    folder: str = ""
-    checkpoint_every: int = 0
-    resume: bool = False
-    fail: str = ""
-    fails: tuple[int, int] = (0, 0)
     tags: dict[str, Any] = field(default_factory=dict)
 
 
@@ -92,13 +82,12 @@ class Timed:
 class RankStatus:
     """Where a rank is. Its file in the launch's folder is replaced whole at each change.
 
-    step: optimizer steps done of `task`; no task: it hasn't begun. error: what it failed with. at:
-    when this changed, in seconds since 1970.
+    No task: it hasn't begun. error: what it failed with. at: when this changed, in seconds since
+    1970.
     """
 
     rank: int
     task: str = ""
-    step: int = 0
     error: str = ""
     done: bool = False
     at: float = 0.0
@@ -136,17 +125,11 @@ def main(path: str) -> None:
 
 
 def _do(task: Task, status: RankStatus, folder: str) -> None:
-    me = distributed.here()
-    status.write(folder, task=task.name, step=0)
+    status.write(folder, task=task.name)
     gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
     cuda.empty_cache()
-    runs = []
-    if me.rank == 0 or not task.alone:
-        with distributed.by_itself() if task.alone else nullcontext():
-            runs = TASKS[task.kind](task, status, folder)
-    if task.alone:
-        me.all(None)  # the others wait here, at no cost to the device
-    if me.rank == 0:
+    runs = TASKS[task.kind](task, folder)
+    if distributed.here().rank == 0:
         with (Path(folder) / RUNS).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(run.record()) + "\n" for run in runs)
 
@@ -185,7 +168,7 @@ def encoded_once(workload: Workload) -> Callable[[Any, Recipe], Any]:
     return dataset
 
 
-def _train(task: Task, status: RankStatus, folder: str) -> list[Run]:
+def _train(task: Task, folder: str) -> list[Run]:
     """Time recipes in turns: every round visits all of them, there and back by turns, and the first
     at both ends. Then trace what all do together, where traces are asked for."""
     workload, me = _workload(task), distributed.here()
@@ -289,35 +272,13 @@ def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
     return {"lead_ms": leads, "lead_bytes": sizes[-last:]}
 
 
-def _run(task: Task, status: RankStatus, folder: str) -> list[Run]:
-    """Train with checkpoints, and fail where the task says so."""
-    workload, recipe = _workload(task), Recipe(**task.recipe)
-    run = empty_run(workload, recipe, task.name)
-    run.tags = task.tags
-
-    def after_step(trainer: Trainer) -> None:
-        status.write(folder, step=trainer.step_count)
-        if task.fail and [status.rank, status.step] == list(task.fails):
-            if task.fail == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("provoked: this rank was asked to fail here")
-
-    hook = encoded_once(workload)
-    with Trainer(workload, recipe, task.folder or None, task.resume, dataset=hook) as trainer:
-        run.metrics = {"resumed_at": trainer.step_count}
-        trainer.run(task.steps, task.checkpoint_every, after_step)
-        trainer.driver.log.flush()
-        run.metrics["loss"] = trainer.losses
-    return [run]
-
-
-def _all_reduce(task: Task, status: RankStatus, folder: str) -> list[Run]:
+def _all_reduce(task: Task, folder: str) -> list[Run]:
     ranks = distributed.here().count
     timed = time_all_reduce(task.sizes, default_device(), ranks)
     return [Run("", task.name, tags=task.tags, **timed)]
 
 
-TASKS = {"train": _train, "run": _run, "all-reduce": _all_reduce}
+TASKS = {"train": _train, "all-reduce": _all_reduce}
 
 if __name__ == "__main__":
     main(sys.argv[1])

@@ -1,6 +1,7 @@
 """Starting ranks from a notebook, and saying plainly what became of them.
 
-    task = Task("run", "ddp 2", workload.opened_as(), recipe.as_dict())
+    timed = Timed("ddp 2", "all", recipe.as_dict())
+    task = Task("train", "ddp", workload.opened_as(), timed=[asdict(timed)])
     ended = launch([task], ranks=2, device="cuda")
     ended.runs["ddp 2"]; ended.message
 
@@ -28,7 +29,6 @@ from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
 from labutils.results.records import REPOSITORY, Run, read_records, runs_of
-from labutils.training.checkpoint import step_of
 from labutils.training.child_process import end_marked
 from labutils.training.launch_worker import RUNS, RankStatus, Task
 
@@ -44,15 +44,12 @@ class Ended:
     """What became of a launch.
 
     runs: those that were finished, by name. message: "" where all went well, else what happened,
-    rank by rank, in words. first: the rank that failed first; None where none failed.
-    checkpoint_step: of the whole checkpoint that there is to go on from. log: what the ranks
+    rank by rank, in words, the one that failed first before the others. log: what the ranks
     printed. left: numbers of the processes that outlived it and were ended.
     """
 
     runs: dict[str, Run]
     message: str = ""
-    first: int | None = None
-    checkpoint_step: int | None = None
     log: str = ""
     left: Sequence[int] = ()
 
@@ -106,20 +103,13 @@ def launch(
                     left += end_marked(MARK, mark)
         _look(folder, runs, each)  # what was written while the ranks were being ended
         log = _log(folder)
-        message, first, step = "", None, None
+        message = ""
         if not in_time or failures.result():
             codes = failures.result() if in_time else {}
-            message, first = _account(folder, ranks, codes, log)
+            message = _account(folder, ranks, codes, log)
             if not in_time:
                 message = f"The launch had not ended after {timeout_s:.0f} s.\n{message}"
-            folders = [task.folder for task in tasks if task.checkpoint_every]
-            step = step_of(folders[0]) if folders else None
-            if step is not None:
-                message += (
-                    f"\nThe checkpoint of optimizer step {step} is whole. Go on from it with "
-                    "resume=True, on any number of ranks that shares the micro-batches evenly."
-                )
-        return Ended(runs, message, first, step, log, left)
+        return Ended(runs, message, log, left)
 
 
 def _start(ranks: int, folder: Path, variables: Mapping[str, str]) -> dict[int, int]:
@@ -180,10 +170,8 @@ def _log(folder: Path) -> str:
     )
 
 
-def _account(
-    folder: Path, ranks: int, codes: Mapping[int, int], log: str
-) -> tuple[str, int | None]:
-    """What became of each rank that isn't done, in a line each, and the rank that failed first.
+def _account(folder: Path, ranks: int, codes: Mapping[int, int], log: str) -> str:
+    """What became of each rank that isn't done, in a line each, the one that failed first on top.
 
     codes: exit codes of the ranks that failed. That one is killed comes before what others raise
     when they lose it. A rank that elastic stopped ended by SIGTERM.
@@ -194,9 +182,7 @@ def _account(
     first = next(iter([*killed, *(status.rank for status in raised), *codes]), None)
     lines = []
     for status in sorted(statuses, key=lambda status: status.rank != first):
-        rank, at = status.rank, "at start"
-        if status.task:
-            at = f"in optimizer step {status.step + 1} of *{status.task}*"
+        rank, at = status.rank, f"in *{status.task}*" if status.task else "at start"
         if status.error:
             lines.append(f"Rank {rank} failed {at}: {status.error}")
         elif rank in killed:
@@ -206,4 +192,4 @@ def _account(
             lines.append(f"Rank {rank} ended with code {codes[rank]} {at}. {''.join(said[-1:])}")
         elif not status.done:
             lines.append(f"Rank {rank} was {at}.")
-    return "\n".join(lines), first
+    return "\n".join(lines)

@@ -20,8 +20,11 @@ def prepared_for_kbit(model: nn.Module) -> None:
     In a model whose large matrices are quantised these are its embeddings, norms, head and vision
     tower: the stream between the blocks is float32 from then on. Parameters are replaced, not
     converted in place, as other models may share them; one that two modules share, by one. (It also
-    turns gradient checkpointing on: that is the recipe's `checkpointing`.)
+    turns gradient checkpointing on: that is the recipe's `checkpointing`.) A model whose weights
+    have no 4 bits stays as it is.
     """
+    if model.base_linear != "nf4":
+        return
     widened: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -49,11 +52,12 @@ def with_epoch_rate(run: Run, workload: Workload) -> Run:
 
 
 def with_costs(run: Run) -> Run:
-    """The run with `ms_per_1k_useful_tokens`, step by step and summed up; unchanged where it
-    failed.
+    """The run with `ms_per_1k_tokens`, padding included, and `ms_per_1k_useful_tokens`, step by
+    step and summed up; unchanged where it failed.
     """
-    steps = zip(run.samples.get("step_ms", []), run.samples.get("useful_tokens", []), strict=False)
-    if costs := [1e3 * ms / tokens for ms, tokens in steps]:
-        run.samples["ms_per_1k_useful_tokens"] = costs
-        run.metrics["ms_per_1k_useful_tokens"] = summarise(costs)
+    for kind in ("tokens", "useful_tokens"):
+        steps = zip(run.samples.get("step_ms", []), run.samples.get(kind, []), strict=False)
+        if costs := [1e3 * ms / tokens for ms, tokens in steps]:
+            run.samples[f"ms_per_1k_{kind}"] = costs
+            run.metrics[f"ms_per_1k_{kind}"] = summarise(costs)
     return run

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 
 from labutils.data.loader import make_loader
 from labutils.layers.cuda_graph import (
-    attention_kernel,
     float32_rounded,
     timed_convolutions,
     variants_allowed,
@@ -153,7 +152,6 @@ class Trainer:
         trainer's own data). On a GPU it may still be running when this returns.
         """
         with (
-            attention_kernel(self.recipe.attention),
             timed_convolutions(self.recipe.cudnn_benchmark),
             float32_rounded(self.recipe.tf32),
             variants_allowed(self.recipe.compile, self.recipe.dynamic),
@@ -161,21 +159,13 @@ class Trainer:
             self.driver.step(batches or self.batches)
         self.step_count += 1
 
-    def run(
-        self,
-        steps: int,
-        checkpoint_every: int = 0,
-        after_step: Callable[[Trainer], None] | None = None,
-    ) -> None:
+    def run(self, steps: int, checkpoint_every: int = 0) -> None:
         """Step until the run has done `steps` optimizer steps.
 
-        checkpoint_every: save after every so many steps; 0: never. after_step: is called with the
-        trainer after every step.
+        checkpoint_every: save after every so many steps; 0: never.
         """
         while self.step_count < steps:
             self.step()
-            if after_step is not None:
-                after_step(self)
             if checkpoint_every and self.step_count % checkpoint_every == 0:
                 self.save()
 
@@ -202,7 +192,7 @@ class Trainer:
             "recipe": self.recipe.as_dict(),
             "workload": self._identity,
             "parameters": distributed.whole_parameters(self.parameters),
-            "optimizer": distributed.optimizer_state(self._trained, self.optimizer),
+            "optimizer": distributed.optimizer_state(self.optimizer),
             "scaler": self.driver.scaler.state_dict() if self.driver.scaler else {},
             "random": {"cpu": torch.get_rng_state(), "cuda": cuda},
         }
@@ -223,7 +213,7 @@ class Trainer:
                     f"{mine[knob]!r}. Resume with the same settings, or start in another folder."
                 )
         distributed.take_parameters(self.parameters, state["parameters"])
-        distributed.load_optimizer_state(self._trained, self.optimizer, state["optimizer"])
+        distributed.load_optimizer_state(self.optimizer, state["optimizer"])
         if state["scaler"]:
             self.driver.scaler.load_state_dict(state["scaler"])
         self.step_count = state["step"]
@@ -236,10 +226,6 @@ class Trainer:
     @property
     def _identity(self) -> list[str]:
         return [getattr(self.workload, name) for name in ("name", "scale", "weights", "data")]
-
-    @property
-    def _trained(self) -> nn.Module:
-        return self.workload.trained(self.model)[1]
 
     def save(self) -> Path:
         """Write a checkpoint to resume from, atomically. Of several ranks the first one writes."""
@@ -256,7 +242,7 @@ class Trainer:
         """
         if self.recipe.adapter == "none":
             raise ValueError("adapter='none' trains all weights: there is no adapter. Use save().")
-        if distributed.is_sharded(self.parameters):
+        if any(hasattr(p, "full_tensor") for p in self.parameters):
             raise ValueError(
                 "parallel='fsdp' holds a part of the adapter on each rank. Use save(): one process "
                 "can resume from it and save the adapter."

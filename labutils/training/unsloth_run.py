@@ -1,7 +1,8 @@
 """unsloth in a process of its own: importing it patches transformers, PEFT and TRL for whatever
 runs beside it.
 
-    runs = train_with_unsloth({"unsloth": Job(workload, recipe, warmup=3, tags=tags)}, load, logs)
+    jobs = {"unsloth": Job(workload, recipe, warmup=3, tags=tags)}
+    runs = train_with_unsloth(jobs, load, logs, meanwhile)
 
 The child loads the same weights from a folder by `load`, a function that the notebook shows, and
 then goes through the course's own loop: the same batches, the same clock. All jobs are done by one
@@ -76,8 +77,13 @@ def check_unsloth(device: str) -> None:
         raise Unavailable("unsloth is not installed: make unsloth")
 
 
-def train_with_unsloth(jobs: Mapping[str, Job], load: Load, logs: Path) -> dict[str, Run]:
+def train_with_unsloth(
+    jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Callable[[], object] | None = None
+) -> dict[str, Run]:
     """Name -> run of each job, timed in as many rounds as a comparison has.
+
+    meanwhile: is called while the child imports unsloth and loads the model, which takes a minute.
+    The child begins with its first job when that is done too, so that neither disturbs the other.
 
     `first_step_s` is the first job's alone: its kernels are compiled then. `peak_allocated_gb` is
     the whole process's. A job that fails has its reason as status, and so have those that a process
@@ -102,7 +108,7 @@ def train_with_unsloth(jobs: Mapping[str, Job], load: Load, logs: Path) -> dict[
             order["model"] = weights
             first.publish(Path(weights))
             make_room(first)  # for the child: memory that this process keeps is free for no other
-        records, failure = _ask(order, Path(folder), logs)
+        records, failure = _ask(order, Path(folder), logs, meanwhile)
     if failure and not records:
         raise RuntimeError(failure)
     runs = {}
@@ -115,7 +121,9 @@ def train_with_unsloth(jobs: Mapping[str, Job], load: Load, logs: Path) -> dict[
     return runs
 
 
-def _ask(order: dict[str, Any], folder: Path, logs: Path) -> tuple[dict[str, Any], str]:
+def _ask(
+    order: dict[str, Any], folder: Path, logs: Path, meanwhile: Callable[[], object] | None
+) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
     didn't.
 
@@ -129,6 +137,10 @@ def _ask(order: dict[str, Any], folder: Path, logs: Path) -> tuple[dict[str, Any
     environment["TORCHINDUCTOR_CACHE_DIR"] = None
     records = {}
     with Child(["-m", __name__], order, TIMEOUT_S, environment, folder) as child:
+        if meanwhile:
+            meanwhile()
+            cuda.empty_cache()
+        child.send("begin")
         while record := child.receive():
             records[record["run"]] = record
         failure = "" if len(records) == len(order["jobs"]) else f"unsloth: {child.failure()}"
@@ -153,6 +165,7 @@ def _main() -> None:
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     lm = namespace[name](order["model"])
+    child_process.order()  # to begin
 
     def build(recipe: Recipe) -> Published:
         """What `LanguageLora.build` gives, without what accelerate put around it in the job

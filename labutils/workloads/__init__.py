@@ -5,6 +5,6 @@ It may import layers, data, profiling, results and recipe.
 workload = open_workload("sd15-lora", scale="tiny")
 """
 
-from labutils.workloads.base import SCALES, Workload, open_workload, workload_names
+from labutils.workloads.base import SCALES, Workload, open_workload
 
-__all__ = ["SCALES", "Workload", "open_workload", "workload_names"]
+__all__ = ["SCALES", "Workload", "open_workload"]

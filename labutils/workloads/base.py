@@ -276,14 +276,10 @@ def open_workload(
 
     Raises `ValueError` for an unknown name, scale or source.
     """
-    check_choice("workload", name, workload_names())
+    check_choice("workload", name, tuple(CLASSES))
     scale = scale_for(machine_facts()) if scale == "auto" else scale
     module, kind = CLASSES[name]
     place = Path(cache_dir) if cache_dir else cache_folder()
     workload = getattr(importlib.import_module(f"labutils.workloads.{module}"), kind)
     import_unseen("peft", "bitsandbytes", *workload.libraries)
     return workload(name, scale, weights, data, device or default_device(), place)
-
-
-def workload_names() -> tuple[str, ...]:
-    return tuple(CLASSES)

@@ -49,7 +49,6 @@ batches: str = (
     ""  # batch sizes of the table; the article's: "1 2 4 8 16 24"; empty: 1, at small 1 and 4
 )
 more: str = ""  # further methods of the table, as "compile-whole fixed-fp8-frozen"
-seeds: int = 0  # seeds of section 8; 0: 2 at tiny, 3 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -61,6 +60,7 @@ import contextlib
 import gc
 import random
 import time
+import warnings
 from functools import partial
 
 import matplotlib.pyplot as plt
@@ -74,6 +74,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import MistralConfig, MistralForCausalLM
 
+# %%
 from labutils.course import plots
 from labutils.course.parameters import whole_numbers
 from labutils.data.anyres import Examples
@@ -86,12 +87,12 @@ from labutils.layers.packed_attention import document_attention
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.profiling.machine import usable_cores
 from labutils.results.records import REFERENCE, Run, Runs, read_runs, summarise, to_frame
-from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.llava import SIZES, tower_flops
 
 # %%
 plots.use_style()
+warnings.filterwarnings("ignore", module="torch|transformer_engine")
 compile_from_nothing()  # so that a first step compiles all that it uses
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 if not on_gpu:
@@ -267,8 +268,8 @@ AT_ONE = ("fp8-frozen", "fixed-fp8-te")
 for_a_cpu = ("bf16", "qlora", "eager-fixed", "fp8-frozen")
 cells = {}
 for batch in whole_numbers("batches", batches) or ([1, 4] if lab.scale == "small" else [1]):
-    names = METHODS + AT_ONE * (batch == 1) + tuple(more.split()) if on_gpu else for_a_cpu
-    names = tuple(dict.fromkeys(names))
+    further = AT_ONE * (batch == 1 and not tiny) + tuple(more.split())
+    names = tuple(dict.fromkeys(METHODS + further)) if on_gpu else for_a_cpu
     visits = (2 if tiny else 8) if batch == 1 else 3 if batch <= 4 else 1
     measure = partial(lab06_anyres.compared, uniform, names, batch, visits)
     cells |= lab.measured_together(lab06_anyres.cells(names, batch), measure)
@@ -278,8 +279,8 @@ columns = ("first_step_s", "step_ms", "speed-up", "floor_ms", "data_ms", "mfu")
 columns += ("examples_per_s", "useful_tokens_per_s", "peak_allocated_gb")
 runs, some = Runs(cells.values()), {"batch": 1, "method": (*METHODS, *AT_ONE, "eager-fixed")}
 lab.show(runs.select(**some), columns, experiment="methods", **some)
-article_s = runs.select(method=METHODS)
-lab.show(article_s, lab06_anyres.side_by_side, experiment="methods", method=METHODS)
+some = {"experiment": "methods", "method": METHODS, "again": False}
+lab.show(runs.select(**some), lab06_anyres.side_by_side, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
@@ -394,15 +395,12 @@ small = {
     name: open_workload(name, "tiny", device=lab.device) for name in (uniform.name, varied.name)
 }
 apart = A2_BASE.but(layers="rewritten", compile_scope="blocks")  # places from the collator
-cases = {"uniform": (A2_BASE, None, {"images": "uniform"})}
-cases |= {"varied": (A2_BASE, None, {"images": "varied"})}
-cases |= {"blocks": (apart, None, {"images": "varied", "scope": "blocks"})}
-any_length = {"images": "varied", "scope": "blocks", "any_length": True}
-cases |= {} if tiny else {"any length": (apart, True, any_length)}
+cases = {"uniform": (A2_BASE, {"images": "uniform"}), "varied": (A2_BASE, {"images": "varied"})}
+cases |= {"blocks": (apart, {"images": "varied", "scope": "blocks"})}
 counted = {}
-for name, (recipe, dynamic, tags) in cases.items():
+for name, (recipe, tags) in cases.items():
     images = small["llava-lora" if tags["images"] == "uniform" else "llava-lora-varied"]
-    run, _ = lab06_anyres.recompilations(images, recipe, 3 if tiny else 6, dynamic)
+    run = lab06_anyres.recompilations(images, recipe, 3 if tiny else 6)
     run.run, run.tags = f"recompiles {name}", {"experiment": "recompilation"} | tags
     counted[name] = lab.keep(run)
     print(f"{name}: recompilations by step {run.samples['recompilations']}")
@@ -482,12 +480,13 @@ lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="me
 #
 # For that rest there is an experiment of one change: images of varied shapes, compiled blocks, and rows either as long as they come
 # (*blocks compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. `any_shape` measures
-# them together with section 6's ladder.
+# them together with section 6's ladder. At `tiny` it compiles nothing.
 
 # %%
 uniform.release_weights()
+recipes = lab06_anyres.shape_recipes(lab.scale)
 shaped = lab.measured_together(
-    lab06_anyres.shape_recipes(lab.device),
+    recipes | {"bf16 again": recipes["bf16"]},
     partial(lab06_anyres.any_shape, varied, 2 if tiny else 3),
 )
 columns = ("ms_per_1k_tokens", "step_ms", "floor_ms", "examples_per_s", "useful_tokens_per_s")
@@ -501,7 +500,7 @@ lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 # What would higher fixed resolutions cost? A step's time follows its tokens, whatever the shape.
 
 # %%
-run = shaped["blocks compiled" if on_gpu else "no host waits"]
+run = shaped["no host waits" if tiny else "blocks compiled"]
 tokens, ms = (np.array(run.samples[name]) for name in ("tokens", "step_ms"))
 slope, start = np.polyfit(tokens, ms, 1)
 fig, ax = plt.subplots(figsize=(7.2, 2.6))
@@ -655,7 +654,7 @@ with lab.attempt("577 rows through te.Linear", **refusal):
     layer = fp8_only(nn.Linear(1024, 1024, device="cuda", dtype=torch.bfloat16))
     with in_fp8():
         layer(x[:576]).sum().backward()
-    print("576 rows: the gradient of x is", tuple(x.grad.shape))
+    print("576 rows: forward and backward pass went well")
     message = ""
     try:
         with in_fp8():
@@ -846,15 +845,13 @@ start = start.but(learning_rate=6e-5 if on_gpu else 2e-3)
 small_squares, te = start.but(shapes="fixed"), start.but(base_linear="fp8-te")
 trainings = {"bf16": start, "qlora": start.but(base_linear="nf4"), "fixed": small_squares}
 trainings |= {"fp8-te": te, "fp8-te-mixed": te, "fixed-fp8-te": te.but(shapes="fixed")}
-changes = {"qlora": prepared_for_kbit, "fp8-te-mixed": sensitive_in_bf16}
-scale_of_losses = lab.scale if lab.weights == "hub" else "small" if on_gpu else "tiny"
+scale_of_losses = lab.scale if lab.weights == "hub" or tiny else "small"
 learning = open_workload("llava-lora", scale_of_losses, lab.weights, lab.data, lab.device)
+seeds, steps = (2, 4) if tiny else (3, 12)
+changes = {"fp8-te-mixed": sensitive_in_bf16}
 by_seed = lab.measured_together(
     {f"loss {name}": recipe for name, recipe in trainings.items()},
-    partial(
-        *(lab06_anyres.trained_on_seeds, learning, trainings, seeds or (2 if tiny else 3)),
-        *(4 if tiny else 12, changes),
-    ),
+    partial(lab06_anyres.trained_on_seeds, learning, trainings, seeds, steps, changes),
 )
 
 # %%
@@ -899,8 +896,8 @@ def crossings(methods):
         now = after
 
 
-published = lab06_advisor.published()[["first_step_s", "step_s"]]
-article_says = crossings({name: tuple(line) for name, *line in published.itertuples()})
+published = lab06_advisor.PUBLISHED
+article_says = crossings({name: tuple(line) for name, *line, _ in published.itertuples()})
 for steps, before, after in article_says:
     print(f"{steps:5,.0f} steps: {before} gives way to {after}")
 
@@ -917,27 +914,22 @@ lab.predict("steps until fixed shapes beat fixed shapes with FP8", my_overtaking
 
 
 # %%
-def drawn(lines, title, most=10_000):
+def drawn(options, title):
     """Total time of each method as a share of BF16's, with the crossings of the lowest line."""
-    n, methods = (
-        np.geomspace(10, most, 200),
-        {name: tuple(line) for name, *line in lines.itertuples()},
-    )
-    total = {name: start + each * n for name, (start, each) in methods.items()}
+    methods = {name: (first, each) for name, first, each, *_ in options.itertuples()}
+
+    def share(name, n):
+        (first, each), (of_first, of_each) = methods[name], methods["bf16"]
+        return (first + each * n) / (of_first + of_each * n)
+
+    n = np.geomspace(10, 10_000, 200)
     fig, ax = plt.subplots(figsize=(7.2, 3.4))
-    for place, (name, seconds) in enumerate(total.items()):
-        ax.plot(n, seconds / total["bf16"], ("-", "--", "-.", ":")[place % 4], label=name)
+    for place, name in enumerate(methods):
+        ax.plot(n, share(name, n), ("-", "--", "-.", ":")[place % 4], label=name)
     for steps, _, after in crossings(methods):
-        bf16 = methods["bf16"][0] + methods["bf16"][1] * steps
-        ax.plot(steps, (methods[after][0] + methods[after][1] * steps) / bf16, "o", color=plots.INK)
-    ax.set(
-        xscale="log",
-        xlabel="steps",
-        ylabel="total time, of BF16's",
-        ylim=(0.3, 2),
-        title=title,
-        xlim=(10, most),
-    )
+        ax.plot(steps, share(after, steps), "o", color=plots.INK)
+    ax.set(xscale="log", xlabel="steps", ylabel="total time, of BF16's", title=title)
+    ax.set(xlim=(10, 10_000), ylim=(0.3, 2))
     ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     plt.show()
 
@@ -951,24 +943,20 @@ drawn(published, "by the article's numbers")
 # Now your own choice. A CPU asks the H200's runs.
 
 # %%
-my_vram_gb, my_batch, my_steps, my_tolerance = 24, 1, 2000, None
+my_vram_gb, my_batch, my_steps = 24, 1, 2000
 
+measured = read_runs(lab.results_dir if on_gpu else REFERENCE, "06")
 with lab.attempt("advice from measured runs"):
-    options = lab06_advisor.options_from(
-        read_runs(lab.results_dir if on_gpu else REFERENCE, "06"), my_batch
-    )
-    advice = lab06_advisor.advise(options, my_vram_gb, my_steps, my_tolerance)
-    lab.table(lab06_advisor.shown(advice))
-    chosen = options.index.isin(published.index)
-    drawn(
-        options.loc[chosen, ["first_step_s", "step_s"]],
-        f"measured {'here' if on_gpu else 'on our H200'}",
-    )
-    if on_gpu:
-        answers = lab06_advisor.guide(
-            lab06_advisor.options_from(read_runs(lab.results_dir, "06"), 1)
-        )
-        lab.keep(Run("06", "guide", tags={"experiment": "guide"}, metrics=answers))
+    options = lab06_advisor.options_from(measured, my_batch)
+    advice = lab06_advisor.advise(options, my_vram_gb, my_steps).reset_index()
+    lab.table(advice.set_axis(["", "first step, s", "step, s", "memory, GB", "in all, s"], axis=1))
+    chosen = options[options.index.isin(published.index)]
+    drawn(chosen, f"measured {'here' if on_gpu else 'on our H200'}")
+
+# %%
+answers = lab06_advisor.guide(lab06_advisor.options_from(measured, 1))
+if on_gpu and answers:
+    lab.keep(Run("06", "guide", tags={"experiment": "guide"}, metrics=answers))
 lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
@@ -1089,6 +1077,7 @@ def truths(runs):
     }
 
 
+# %%
 here = truths(Runs([*cells.values(), *shaped.values(), *by_layer.values()]))
 here |= {
     "tokens of a 500 x 500 image": square,

@@ -34,7 +34,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 141 GB | 8 minutes |
+# | `full` | a GPU of 141 GB | 6 minutes |
 #
 # At `full` the models are Qwen3-8B and Qwen3-32B, at `small` Qwen3-0.6B. Weights are random unless you set `weights = "hub"`:
 # time and memory are the real model's. A CPU shows the techniques and counts. It has no speed of a GPU to show, and no unsloth.
@@ -53,25 +53,34 @@ lab = open_lab("07", globals())
 # %%
 import tempfile
 import time
+import warnings
 from collections import Counter
 
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+import transformers
 from bitsandbytes import functional as bnb
 from torch import nn
 
 from labutils.course import plots
-from labutils.labs import lab07_qlora, lab07_toy_lm
+from labutils.data import toy_articles
+from labutils.labs import lab07_qlora
 from labutils.labs.ladders import A2_BASE
 from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.profiling.machine import usable_cores
+from labutils.profiling.trace import profile
 from labutils.results.effects import effect
 from labutils.results.records import Run, Runs
+from labutils.training import Benchmark, Trainer
+from labutils.training.model_edits import prepared_for_kbit
 from labutils.training.unsloth_run import train_with_unsloth
 from labutils.workloads import open_workload
 
+# %%
 plots.use_style()
+warnings.filterwarnings("ignore", module="torch|transformers|peft")
+transformers.utils.logging.disable_progress_bar()
 compile_from_nothing()  # so that a first step compiles all that it uses
 if lab.device == "cpu":
     torch.set_num_threads(max(1, usable_cores() // 2))
@@ -104,13 +113,13 @@ example = torch.tensor([[2.50, -0.70, 0.12, 0.48]])
 codes, c = absmax_int8(example)
 restored = codes / c
 assert torch.equal(codes.to(torch.int8), bnb.int8_vectorwise_quant(example.half())[0])
-print(f"c = {c.item():.1f}, codes {codes.tolist()}, restored {restored.numpy().round(4)}")
 
 # %%
 found = {"constant": c.item()}
 found |= {f"code_{place}": code for place, code in enumerate(codes[0].int().tolist())}
 found |= {f"restored_{place}": value for place, value in enumerate(restored[0].tolist())}
 lab.keep(Run("07", "absmax", metrics=found))
+print(f"c = {c.item():.1f}, codes {codes.tolist()}, restored {restored.numpy().round(4)}")
 
 # %% [markdown]
 # Take a million normally distributed weights, and make one of them an *outlier*. Quantise with one constant for all, and then
@@ -312,13 +321,13 @@ recipe = lab07_qlora.QLORA.fitted_to(lab.device)
 course = open_workload("qwen3-lora-long", scale="tiny", device=lab.device).build(recipe)
 assert four_bit_layers(course) == four_bit_layers(model)
 
-x = torch.randn(16, 64, device=lab.device, dtype=torch.bfloat16).requires_grad_()
+x = torch.randn(1024, 64, device=lab.device, dtype=torch.bfloat16).requires_grad_()
 frozen = layer.base_layer
 restored = bnb.dequantize_4bit(frozen.weight.data, frozen.weight.quant_state)
 difference = off(frozen(x), F.linear(x, restored))
-print(f"The layer is {difference:.2%} off the product with its restored weight.")
-same = {"multiplies_restored_weights": int(difference < 2**-8)}  # BF16's rounding
+same = {"multiplies_restored_weights": int(difference < torch.finfo(x.dtype).eps)}
 lab.keep(Run("07", "nf4 layer", metrics=same))
+print(f"The layer is {difference:.2%} off the product with its restored weight.")
 
 # %% [markdown]
 # Nothing is multiplied in 4 bits. The weight is restored to 16 bits before each product: in the forward pass, in the backward
@@ -344,7 +353,7 @@ print("our loop:  ", [f"{loss:.3f}" for loss in losses])
 with lab.attempt("SFTTrainer"):
     from datasets import Dataset
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, PrinterCallback
     from trl import SFTConfig, SFTTrainer  # make trl
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
@@ -359,6 +368,7 @@ with lab.attempt("SFTTrainer"):
     model = qlora(folder)
     one_batch = Dataset.from_dict({"input_ids": tokens.tolist()})
     trainer = SFTTrainer(model, how, train_dataset=one_batch, processing_class=tokenizer)
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     said = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print("SFTTrainer:", [f"{loss:.3f}" for loss in said])
@@ -430,7 +440,7 @@ print(f"restored at {bandwidth / 1e9:,.3g} GB/s; at this rate {parameters:,} par
 print(f"take {restoring_ms(parameters, 2):,.1f} ms, forward and backward")
 
 # %%
-x = torch.randn(16, 64, device=lab.device, dtype=torch.bfloat16).requires_grad_()
+x = torch.randn(1024, 64, device=lab.device, dtype=torch.bfloat16).requires_grad_()
 plain = nn.Linear(64, 64, bias=False, device=lab.device, dtype=torch.bfloat16)
 host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
@@ -445,29 +455,31 @@ my_bits: float | None = None  # for example 20
 lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
-# **Measurement.** One comparison visits all recipes of sections 4 and 7 on the same packed rows (`lab07_qlora.RUNGS`). Here the
-# first two count: they differ in the format of the frozen weights alone. A trace of the QLoRA of each lab counts the kernels themselves.
+# **Measurement.** Two recipes take the same packed rows, and differ in the format of the frozen weights alone (`lab07_qlora.PACKED`).
+# In a trace of the second one the kernels that restore weights can be summed up; and in one of lab 06's QLoRA, whose checkpoints use
+# each weight once more.
 
 # %%
-climbed = lab.keep(lab07_qlora.rungs(texts["long"]))
-pair = [climbed[name] for name in ("packed", "packed again", "packed, 4 bits")]
+with Benchmark(texts["long"], same_batches=True) as bench:
+    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED)
+    trace = bench.profile("packed, 4 bits", traces, steps=1)
+climbed = lab.keep(pair, lane="same mathematics")
 columns = ("step_ms", "speed-up", "floor_ms", "peak_allocated_gb")
-lab.show(pair, columns, experiment="ladder", rung=("packed", "packed, 4 bits"))
+lab.show(climbed, columns, experiment="ladder", rung=tuple(lab07_qlora.PACKED))
 
 # %%
 llava = lab.workload("llava-lora")
-llava_recipe = A2_BASE.but(checkpointing="blocks", base_linear="nf4")
-kernels = [
-    lab.keep(lab07_qlora.dequantising(workload, recipe, traces)).metric("dequantise_ms")
-    for workload, recipe in ((texts["long"], lab07_qlora.QLORA), (llava, llava_recipe))
-]
+recipe = A2_BASE.but(checkpointing="blocks", base_linear="nf4")
+with Trainer(llava, recipe, on_model=prepared_for_kbit) as trainer:
+    llava_trace = profile(trainer, 1, traces, with_stack=False)
+kernels = [lab07_qlora.restoring_kernels_ms(one) for one in (trace, llava_trace)]
+llava.release_weights()
 n, n_llava = map(lab07_qlora.frozen_weights, (texts["long"], llava))
-ms = [climbed[name].metric("step_ms") for name in ("packed", "packed, 4 bits")]
+ms = [climbed[name].metric("step_ms") for name in lab07_qlora.PACKED]
 longer = ms[1] - ms[0] if all(ms) else None
 lab.table(
     ("4 bits cost, ms a step", "by the formula", "its kernels", "the whole step"),
-    ("Qwen3, packed, 2 uses", restoring_ms(n, 2), None, longer),
-    ("Qwen3, QLoRA, 3 uses", restoring_ms(n, 3), kernels[0], None),
+    ("Qwen3, packed, 2 uses", restoring_ms(n, 2), kernels[0], longer),
     ("LLaVA, batch 1, 3 uses", restoring_ms(n_llava, 3), kernels[1], None),
 )
 
@@ -625,15 +637,22 @@ print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times t
 # %% [markdown]
 # PyTorch multiplies as the code is written, and PEFT writes thin first, too.
 #
-# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels.
+# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads, section 7's
+# recipes are compiled here. Its steps wait until that is done.
 
 # %%
+bench = Benchmark(texts["long"], same_batches=True)
+recipes = lab07_qlora.COMPILED if on_gpu else lab07_qlora.ON_A_CPU
 with lab.attempt("unsloth", experiment="methods", method="unsloth", texts="long"):
-    jobs = lab07_qlora.unsloth_jobs(texts)
+    jobs, folder = lab07_qlora.unsloth_jobs(texts), lab.results_dir / "unsloth"
     by_texts["unsloth"] = lab.measured_together(
         {name: job.recipe for name, job in jobs.items()},
-        lambda: train_with_unsloth(jobs, load_with_unsloth, lab.results_dir / "unsloth"),
+        lambda: train_with_unsloth(
+            jobs, load_with_unsloth, folder, meanwhile=lambda: bench.prepare(recipes)
+        ),
     )
+
+# %%
 unsloths = by_texts.get("unsloth", {})
 usual = [by_texts["long"]["qlora"], *by_texts["short"].values()]
 columns = ("first_step_s", "step_ms", "floor_ms", "useful_tokens_per_s", "peak_allocated_gb")
@@ -690,11 +709,18 @@ my_ratio: float | None = None  # for example 1.1
 lab.predict("useful tokens a second, like for like", my_ratio, "x")
 
 # %%
+climbed |= lab.keep(lab07_qlora.rungs(bench, recipes), lane="same mathematics")
 columns = ("step_ms", "floor_ms", "useful_tokens_per_s", "peak_allocated_gb")
-lab.show(climbed, columns, experiment="ladder", rung=tuple(lab07_qlora.RUNGS))
+rungs = (*lab07_qlora.PACKED, *lab07_qlora.COMPILED)
+lab.show(climbed, columns, experiment="ladder", rung=rungs)
+
+# %%
 here = Runs([*by_texts["long"].values(), *unsloths.values(), *climbed.values(), *usual])
+drawn = {"experiment": ("methods", "ladder"), "texts": ("long", False), "rung": (*rungs, False)}
+drawn |= {"rows": ("packed", False)} | dict.fromkeys(("again", "bits", "casts"), False)
 fig, ax = plt.subplots(figsize=(7.2, 4))
-lab07_qlora.frontier(ax, here if lab.device == "cuda" else lab.references())
+runs = (here if on_gpu else lab.references()).select(**drawn)
+plots.frontier(ax, runs, lab07_qlora.kind_of)
 plt.show()
 
 # %%
@@ -706,7 +732,7 @@ if rival and rival.ok and ours.ok:
 
 # %% [markdown]
 # Up and to the left is better. unsloth's checkpoints wait on the host; ours stay on the card, a good gigabyte of them. Fewer bytes cost
-# speed: a checkpoint computes again, and a weight is restored three times. Products in FP8 are another line, because they also round
+# speed: a checkpoint computes again, and a weight is restored three times. Products in FP8 stand apart, because they also round
 # activations and gradients. Only points of one kind of product are like for like.
 #
 # **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
@@ -726,9 +752,10 @@ my_32b: float | None = None  # in GB
 lab.predict("Qwen3-32B, QLoRA at batch 4", my_32b, "GB")
 
 # %%
+bench.close()  # to give its memory back
 big = lab.workload("qwen3-32b-lora-long")
 larger = lab.keep(lab07_qlora.large(big, traces / "32b"))
-columns = ("step_ms", "floor_ms", "peak_allocated_gb", "traced_gpu_busy", "examples_per_h")
+columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per_h")
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
@@ -749,9 +776,9 @@ lab.show(larger, columns, experiment="qwen3-32b")
 
 # %%
 steps, batch = 160, 32
-told = lab07_toy_lm.articles(steps * batch, kept=False)
-asked = lab07_toy_lm.articles(40, kept=True)
-letters = lab07_toy_lm.Letters(told + asked)
+told = toy_articles.articles(steps * batch, kept=False)
+asked = toy_articles.articles(40, kept=True)
+letters = toy_articles.Letters(told + asked)
 
 
 def train(model, style, steps, rate=1e-2):
@@ -925,6 +952,7 @@ def truths(runs):
     }
 
 
+# %%
 exact_here = {
     "codes that an outlier of 100 sigma turns into 0": 100 * zeros["one constant", 100],
     "NF4's error is smaller by": 100 * (1 - errors["nf4"] / errors["int4"]),

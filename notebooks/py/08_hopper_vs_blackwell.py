@@ -76,10 +76,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+# %%
 from labutils.course import plots
 from labutils.data.texts import LONG, SHORT, expected_longest
-from labutils.labs import lab08_large_models, lab08_launch_bound
-from labutils.labs.lab08_large_models import BLACKWELL, H100
+from labutils.labs import lab08_launch_bound
+from labutils.labs.lab08_two_cards import BLACKWELL, H100, two_cards
 from labutils.profiling.gpu_specs import find_spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.launch_queue import Queued, root
@@ -91,7 +92,9 @@ from labutils.results import claims, records
 from labutils.results.records import Run
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B
 from labutils.workloads.decoder_flops import attended_pairs, count_flops
+from labutils.workloads.decoder_memory import memory_gb, weight_gb
 
+# %%
 plots.use_style()
 warnings.filterwarnings("ignore", module="torch|transformers|peft")
 on_gpu, here = lab.device == "cuda", spec_of(lab.machine)
@@ -232,6 +235,7 @@ def host_us(call, times=300):  # fewer than 1,024: a full queue would make the h
     return 1e6 * (time.perf_counter() - began) / times
 
 
+# %%
 class SlowHost(TorchDispatchMode):
     """Counts the operations that compute, and makes each begin some microseconds later."""
 
@@ -310,6 +314,7 @@ def queue_of(profiler):
     return queue
 
 
+# %%
 def studied_step(width):
     """(queue of five steps, ms of one) of forward and backward pass through 24 layers."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24))).to(lab.device)
@@ -380,9 +385,9 @@ study("moe", "expert loop", delays=(0, 20))
 # %%
 columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "error_bar_percent")
 columns += ("step_ms", "floor_ms", "off_by_percent", "by")
-plain = {"variant": False, "delay_us": False}
+plain = dict.fromkeys(("variant", "delay_us", "again"), False)
 loops = [step.run for step in studied.values() if step.run.has(**plain)]
-lab.show(loops, columns, experiment="steps", again=False, **plain)
+lab.show(loops, columns, experiment="steps", **plain)
 off = {run.label: abs(run.metric("off_by_percent")) for run in loops}
 beyond = [run for run in loops if off[run.label] > run.metric("error_bar_percent")]
 print(f"{len(beyond)} of {len(loops)} predictions are off by more than their error bar.")
@@ -446,15 +451,11 @@ for way in (expert_loop, grouped):
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel as
 # well; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters and a loss
-# that never forms all logits. At the end the loop is timed *again*: that difference is noise.
+# that never forms all logits. Section 4 has timed the loop *again* in the end: that difference is noise.
 
 # %%
-again = []
 for way in ("grouped", "captured", "compiled"):
     study("moe", way)
-with lab.attempt("the loop again", lambda: None, experiment="steps", model="moe", again=True):
-    found = lab08_launch_bound.measured_again(texts["moe"], "moe", "expert loop", steps)
-    again.append(lab.keep(found))
 for workload in texts["moe"].values():
     workload.release_weights()
 
@@ -462,7 +463,7 @@ for workload in texts["moe"].values():
 columns = ("launches", "kernels_ms", "step_ms", "speed-up", "floor_ms")
 of = {"model": "moe", "texts": "long", "delay_us": False}
 ways = [step.run for step in studied.values() if step.run.has(**of)]
-lab.show(ways + again, columns, experiment="steps", **of)
+lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # Where launches fall and the kernels' time stays, the gain was the host's. A captured step is the easiest to predict: it lasts
@@ -475,8 +476,10 @@ with lab.attempt("Host and GPU, from traces"):
     if not on_gpu:
         raise Unavailable("a CPU is host and device in one")
     for name in ("dense, texts long", "moe, texts long", "moe, texts long, variant captured"):
+        lanes = studied[name].lanes
+        host = [*lanes.get("launches", []), *lanes.get("host waits", [])]
         fig, ax = plt.subplots(figsize=(7.2, 2))
-        plots.timeline(ax, studied[name].lanes)
+        plots.timeline(ax, {"host": host, "GPU": lanes.get("GPU", [])})
         ax.set_title(name)
         plt.show()
 
@@ -512,8 +515,8 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# **Measurement.** Section 4 has timed its steps beside slower hosts as well. The light step beside the same host says what an
-# operation takes longer, delay and detour together. The x axis shares it out over the launches.
+# **Measurement.** Section 4 has timed its steps beside slower hosts as well. The light step beside the same slower host tells its $c$,
+# delay and detour together. The x axis is what $c$ grew by.
 #
 # **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an RTX PRO
 # 6000 Blackwell Max-Q whose host nobody slowed down?
@@ -537,7 +540,8 @@ slowed = [step.run for step in studied.values() if "delay_us" in step.run.tags]
 for family in dict.fromkeys(run.tags["model"] for run in slowed):
     step = studied[f"{family}, texts long"]
     slower = [run for run in slowed if run.tags["model"] == family]
-    points = {run.metric("added_us"): run.metric("step_ms") for run in slower}
+    c = step.run.metric("host_us")
+    points = {run.metric("host_us") - c: run.metric("step_ms") for run in slower}
     measured[family] = {0.0: step.run.metric("step_ms")} | points
     predicted[family] = {us: step.beside(us) for us in np.linspace(0, 1.1 * max(points), 16)}
     if on_gpu and here:
@@ -550,7 +554,7 @@ fig, ax = plt.subplots(figsize=(7.2, 4))
 plots.slower_hosts(ax, predicted, measured, levels)
 ax.set_xlabel("extra host time for a launch, µs")
 plt.show()
-columns = ("delayed", "added_us", "predicted_ms", "step_ms", "off_by_percent")
+columns = ("host_us", "predicted_ms", "step_ms", "off_by_percent")
 lab.show(slowed, columns, experiment="steps", delay_us=(0.0, 20.0))
 for family, (us, low, high) in flips.items():
     print(f"{family}: the Blackwell card draws level at {us:.1f} µs more ({low:.1f} to {high:.1f})")
@@ -698,7 +702,8 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # the article's 32 texts, and 16 where 32 did not fit the H100.
 
 # %%
-mine = {name: step.run for name, step in studied.items()} if on_gpu and here else {}
+mine = {name: step.run for name, step in studied.items()}
+mine = mine if on_gpu and here and lab.scale != "tiny" else {}  # tiny kernels reach no peak
 basis = {
     family: mine.get(f"{family}, texts long")
     or lab.reference(experiment="steps", model=family, texts="long")
@@ -748,7 +753,7 @@ def both_cards(padded):
 found = {}
 for reading, padded in {"": True, "_mean": False}.items():
     by_card = both_cards(padded)
-    found |= lab08_large_models.two_cards(by_card, reading)
+    found |= two_cards(by_card, reading)
     lab.show(f"**{'Padded to the longest' if padded else 'At the mean length'}**, predicted")
     lab.table(by_card[by_card["texts"] == "long"].drop(columns="texts"))
     us = basis["moe"].metric("host_us")
@@ -810,7 +815,7 @@ four_bit = (experts + others) * 4 / 8e9
 mxfp4 = 4 + 8 / 32  # bits a number: 32 numbers share a scale of 8 bits
 published = (experts * mxfp4 + others * 16) / 8e9
 print(f"4 bits for all: {four_bit:.1f} GB; as published, experts in MXFP4: {published:.1f} GB")
-assert abs(lab08_large_models.weight_gb(GPT_OSS_120B, 4, 4) - four_bit) < 1e-6
+assert abs(weight_gb(GPT_OSS_120B, 4, 4) - four_bit) < 1e-6
 
 # %%
 of_shapes = {"workload": "from shapes", "scale": "full"}
@@ -821,7 +826,7 @@ lab.verdict("A3.120b.weights")
 # %% [markdown]
 # 117 billion times half a byte is 58 GB: the article is off by a factor of two. OpenAI's own files hold 65 GB.
 #
-# **What a step needs besides.** `labutils/labs/lab08_large_models.py` counts on the meta device what a block keeps for its backward
+# **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its backward
 # pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: "96 GB" are 102 of them, "80 GB" are 85.
 
 # %%
@@ -831,7 +836,7 @@ methods = {
     "LoRA, checkpointed": {},
     "QLoRA": {"bits": nf4, "wide": True},  # PEFT's preparation: checkpointed, float32 in between
     "QLoRA, not checkpointed": {"bits": nf4, "wide": True, "everything": True},
-    "unsloth": {"bits": nf4, "offloaded": True, "fused": True},
+    "unsloth": {"bits": nf4, "unsloth": True},  # blocks' inputs on the host, a loss by chunks
 }
 sizes = {"32b": QWEN3_32B, "120b": GPT_OSS_120B}
 cases = {
@@ -845,9 +850,9 @@ cases = {
 }
 
 # %%
-peaks, found = [], {"lora_120b_batch_1_gb": lab08_large_models.weight_gb(GPT_OSS_120B, 16, 16)}
+peaks, found = [], {"lora_120b_batch_1_gb": weight_gb(GPT_OSS_120B, 16, 16)}
 for metric, (method, model, batch) in cases.items():
-    gb = lab08_large_models.memory_gb(sizes[model], batch, **methods[method])
+    gb = memory_gb(sizes[model], batch, **methods[method])
     found[metric] = sum(gb.values())
     name = {"GB, predicted": f"{model}, {method}, batch {batch}"}
     peaks.append(name | gb | {"in all": found[metric]})

@@ -63,15 +63,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from labutils.course import plots
-from labutils.labs import lab09_peak_memory, lab09_toggles
-from labutils.labs.lab09_toggles import SWITCHES, switch_table
+from labutils.labs.lab09_peak_memory import GRID, predicted_and_recorded
+from labutils.labs.lab09_toggles import SWITCHES, flipped, numerical_effects, switch_table
 from labutils.profiling.machine import usable_cores
 from labutils.profiling.memory import TensorRecord
 from labutils.profiling.memory_model import saved_for_backward
+from labutils.results.records import Runs
 from labutils.training.free_memory import make_room
+from labutils.training.peak_memory import predicted
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
+# %%
 plots.use_style()
 device = lab.device
 if device == "cpu":
@@ -94,13 +97,14 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 
 # %% [markdown]
 # One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there
-# and back, and *base* at both ends: the row *base again* is a switch that does nothing. If it is more than 3 % off, the table
-# says *unsteady machine*. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell
-# and read on.
+# and back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the
+# table says *unsteady machine*. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the
+# cell and read on.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
-runs = lab.keep(lab09_toggles.flipped(unet, rounds or None))
+runs = lab.keep(flipped(unet, rounds or None))
+flips = Runs(runs.values()).select(experiment="toggles")
 
 # %% [markdown]
 # ## 1 · Half the bits
@@ -154,12 +158,13 @@ for name, found in {
     "FP16, scaled": gradient(torch.float16, 2.0**14),
     "BF16": gradient(torch.bfloat16),
 }.items():
-    print(f"{name}: {off(found, exact):.2%} off, {(found == 0).float().mean():.0%} became 0")
+    print(f"{name}: {off(found, exact):.2%} off, {(found == 0).float().mean():.1%} became 0")
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
 # Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down, which partly averages out.
-# *Underflow* loses small numbers, always towards 0. BF16 has float32's range and needs no scaler, but it stores 7 bits of
+# *Underflow* loses small numbers, always towards 0. In this network it hits the gradients of activations. Those of weights are
+# sums of what is left: off by a fifth, and hardly ever 0. BF16 has float32's range and needs no scaler, but it stores 7 bits of
 # mantissa where FP16 stores 10.
 #
 # **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
@@ -175,7 +180,7 @@ lab.predict("gradient off in BF16 by", my_error, "%")
 # autocast: norms, sums and adapters are in 16 bits, too.
 
 # %%
-numbers = lab.keep(lab09_toggles.numerical_effects(unet))
+numbers = lab.keep(numerical_effects(unet))
 columns = {"precision": "form", "gradient_error": "gradient off by, share"}
 columns |= {"lost_share": "share that became 0"}
 lab.show(numbers, columns, experiment="numbers")
@@ -194,12 +199,12 @@ lab.predict("mixed precision shortens the step by", my_precision, "%")
 
 # %%
 names = ("float32", "base", "bf16")
-lab.show([runs[name] for name in names], switch_table, experiment="toggles", toggle=names)
+lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=names)
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# The floor fell to a fifteenth, the step did not. Once the host is the bottleneck, shorter kernels change nothing. Lab 04 has
-# the cure.
+# On the H200 the floor fell to a fifteenth, the step to a third only. Once the host is the bottleneck, shorter kernels change
+# nothing. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second, and no seed blurs it.
 
@@ -233,7 +238,7 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 # rearrange or transform inputs and filters first, and need room for the result: a *workspace*. It is no tensor, so no list of
 # tensors shows it, and PyTorch sets it no limit: it takes the first algorithm that cuDNN suggests and that runs ([issue
 # 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures it for five convolutions of the UNet, frozen as
-# they are there, and names the kernels.
+# they are there, and names the longest kernel. *fft* and *cf32*, complex numbers, stand for a Fourier transform.
 
 
 # %%
@@ -268,12 +273,13 @@ convolutions.fp32_precision = default
 
 # %%
 names = ("float32", "tf32", "tf32 convolutions", "base")
-lab.show([runs[name] for name in names], switch_table, experiment="toggles", toggle=names)
+lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=names)
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# *float32* and *tf32* hold the same tensors. Still the H200's peaks are 65.9 and 17.5 GB: the other 48 GB are workspaces.
-# FP16 saves 83 % against the one and 34 % against the other. In FP16 cuDNN has tensor-core algorithms that need little room.
+# *float32* and *tf32* hold the same tensors. Still the H200's peaks are 65.9 and 17.5 GB: the other 48 GB are workspaces. One
+# convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.2 GB with TF32. FP16
+# saves 83 % against the one peak and 34 % against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -286,9 +292,11 @@ lab.verdict("A4.memory.mixed-precision")
 # on a part of the batch at a time and adds up the gradients. `saved_tensors_hooks` sees what autograd keeps.
 
 # %%
-blocks = nn.ModuleList(
-    nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)
-).to(device)
+def block():
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+blocks = nn.ModuleList(block() for _ in range(6)).to(device)
 batch_in = torch.randn(512, 64, device=device)
 
 
@@ -302,7 +310,9 @@ def recomputed(block, x):
     return checkpoint(block, x, use_reentrant=False)
 
 
+# %%
 def kept_mb(function):
+    """What autograd keeps beside the weights, each tensor once; and the backward pass."""
     own, found = {p.data_ptr() for p in blocks.parameters()}, {}
 
     def pack(tensor):
@@ -315,13 +325,13 @@ def kept_mb(function):
     return sum(t.nbytes for pointer, t in found.items() if pointer not in own) / 1e6
 
 
-# %%
 def gradients():
     found = torch.cat([p.grad.flatten() for p in blocks.parameters()])
     blocks.zero_grad()
     return found
 
 
+# %%
 plain_mb = kept_mb(lambda: forward(batch_in))
 whole = gradients()
 again_mb = kept_mb(lambda: forward(batch_in, recomputed))
@@ -349,13 +359,13 @@ lab.predict("checkpointing lengthens the step by", my_again, "%")
 
 # %%
 names = ("base", "checkpointing", "selective checkpointing", "accumulation")
-lab.show([runs[name] for name in names], switch_table, experiment="toggles", toggle=names)
+lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=names)
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
 # Accumulation tells who sets the pace. On the H200 one example takes 121 ms, eight together 186. The extra seven cost 65 ms:
-# most of the step is the host launching kernels, as many for one example as for eight. On such a loop checkpointing costs
-# more than its arithmetic, because every recomputed kernel has to be launched again.
+# most of the step is the host launching kernels, as many for one example as for eight. On such a loop checkpointing is paid in
+# launches: every recomputed kernel has to be launched again. Accumulation launches everything eight times.
 #
 # *Selective* computes less again: it keeps the results of products. It was slower all the same. PyTorch asks a Python
 # function about each operation whether to keep its result, in both passes. That is more work for the host. Trace it as in
@@ -398,17 +408,18 @@ print(f"fused:  {off(moved(torch.optim.AdamW, fused=True), plain):.4%} off")
 print(f"8 bits: {off(moved(bnb.optim.AdamW8bit), plain):.2%} off")
 
 # %%
-flips = [run for run in runs.values() if "toggle" in run.tags]
 lab.show(flips, switch_table, experiment="toggles")
-print({name: runs["advice"].metric(name) for name in ("tried", "left_alone")})
+tried, left = (runs["advice"].metric(name) for name in ("tried", "left_alone"))
+print(f"{tried} switches tried, {left} don't surely shorten the step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# First look at *base again*, then at the intervals. An interval around 0 says that the switch matters less than the noise.
+# First look at *base again*, then at the intervals. An interval around 0 says that the switch matters less than the noise. A
+# table without that row can't tell: in our H200's of 23 November fused and 8-bit AdamW read −34 and −30 %, although they update
+# a thousandth of the weights.
 #
-# LoRA trains a thousandth of the weights, so there is little for another optimizer to save. Where all weights are trained, the
-# moments are twice the weights. Then 8 bits save three quarters of them, and no time: on the H200 one update of 193 million
-# weights took 1.57 ms fused and 5.72 ms in 8 bits.
+# Where all weights are trained, the moments are twice the weights. Then 8 bits save three quarters of them, and no time: on the
+# H200 one update of 193 million weights took 1.57 ms fused and 5.72 ms in 8 bits.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change: removing one bottleneck
 # exposes the next.
@@ -425,10 +436,10 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %%
 class Ledger(TorchDispatchMode):
-    def __init__(self, known=(), limit=math.inf):
+    def __init__(self, known=()):
         super().__init__()
         self.seen = {t.untyped_storage()._cdata for t in known}
-        self.now, self.peak, self.limit = 0, 0, limit
+        self.now = self.peak = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
@@ -442,10 +453,8 @@ class Ledger(TorchDispatchMode):
         if key not in self.seen:
             self.seen.add(key)
             self.now += size
-            self.peak = self.now if self.now > self.peak else self.peak
+            self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self.freed, key, size).atexit = False
-            if self.now > self.limit:
-                raise torch.OutOfMemoryError(f"{self.now / 1e6:.1f} MB of tensors: out of memory")
 
     def freed(self, key, size):
         self.seen.remove(key)
@@ -487,7 +496,7 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go.
 # Two things make activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel
 # keeps a number for each row. Both are counted. The last term is cuBLAS's workspaces, one for each of two threads. cuDNN's are
-# not predicted, section 2 says why. See `predicted` in `labutils/labs/lab09_peak_memory.py`.
+# not predicted, section 2 says why. See `predicted` in `labutils/training/peak_memory.py`.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -500,13 +509,13 @@ lab.predict("the worst of nine predictions is off by", my_worst, "%")
 # %%
 told, timelines = [], {}
 make_room(unet)  # of weights in other formats, which earlier sections used
-for name, recipe in lab09_peak_memory.GRID.items():
+for name, recipe in GRID.items():
     work = unet if name == unet.name else lab.workload(name)
     for mode in ("off", "blocks") if lab.scale == "tiny" else ("off", "blocks", "selective"):
         tags = {"experiment": "memory", "workload": name, "checkpointing": mode}
         with lab.attempt(f"memory: {name}, {mode}", **tags):
             changed = recipe.but(checkpointing=mode)
-            run, timelines[name, mode] = lab09_peak_memory.predicted_and_recorded(work, changed)
+            run, timelines[name, mode] = predicted_and_recorded(work, changed)
             told.append(lab.keep(run))
     make_room(work)
 
@@ -537,15 +546,14 @@ lab.verdict("A3.qlora.states-small")
 # *logits*: a number for each token and each word, in three float32 copies. Checkpointing can't touch them, lab 07's chunked
 # loss can.
 #
-# On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's. Now for a card that isn't
-# here: Stable Diffusion 1.5 at full size.
+# On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's, and at `tiny` it is mostly the
+# workspaces. Now for a card that isn't here: Stable Diffusion 1.5 at full size.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
-recipe = lab09_peak_memory.GRID["sd15-lora"]
 for mode in ("off", "blocks"):
-    there = recipe.but(checkpointing=mode, micro_batch=8)
-    gb = lab09_peak_memory.predicted(sd_full, there, on="cuda").peak / 1e9
+    there = GRID["sd15-lora"].but(checkpointing=mode, micro_batch=8)
+    gb = predicted(sd_full, there, on="cuda").peak / 1e9
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
@@ -556,17 +564,26 @@ for mode in ("off", "blocks"):
 #
 # **Question.** A step runs out of memory. When is its memory free again?
 #
-# **Technique.** The ledger's limit raises the error that a full card raises.
+# **Technique.** A ledger with a limit raises the error that a full card raises.
+
 
 # %%
-ledger = Ledger([*blocks.parameters(), batch_in], limit=1e6 * plain_mb / 2)
-with ledger:
+class SmallCard(Ledger):
+    limit = 1e6 * plain_mb / 2
+
+    def count(self, storage):
+        super().count(storage)
+        if self.now > self.limit:
+            raise torch.OutOfMemoryError(f"{self.now / 1e6:.1f} MB of tensors: out of memory")
+
+
+with SmallCard([*blocks.parameters(), batch_in]) as ledger:
     try:
         forward(batch_in).backward()
     except torch.OutOfMemoryError as error:
         print(error)
         print(f"in the except block {ledger.now / 1e6:.2f} MB")
-print(f"behind it {ledger.now / 1e6:.2f} MB")
+print(f"after it {ledger.now / 1e6:.2f} MB")
 assert ledger.now < 0.1 * ledger.peak
 
 # %% [markdown]
@@ -583,7 +600,7 @@ assert ledger.now < 0.1 * ledger.peak
 #     optimizer.zero_grad(); gc.collect(); torch.cuda.empty_cache()
 # ```
 #
-# **Takeaway.** Note the failure in the `except` block, and clean up behind it.
+# **Takeaway.** Note the failure in the `except` block, and clean up after it.
 
 # %% [markdown]
 # ## Exercises

@@ -31,11 +31,11 @@
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU | ½ minute |
+# | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 40 GB | 5 minutes |
 #
-# Only nvJPEG and CUDA's variables take a GPU.
+# Only nvJPEG and CUDA's variables need a GPU.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -66,7 +66,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from labutils.course import plots
-from labutils.labs.lab10_image_input import HELD, MAPPED, Pictures, decoded, trained_from
+from labutils.labs.lab10_image_input import FormDataset, decoded, decoding, pictures, trained_from
 from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Recipe, Unavailable
@@ -75,14 +75,15 @@ from labutils.tools.diagnose import ablations, diagnose, report
 from labutils.tools.diagnose.script import Stages, watch
 from labutils.training import try_isolated
 
+# %%
 plots.use_style()
 warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores
 on_gpu, tiny = lab.device == "cuda", lab.scale == "tiny"
 if not on_gpu:
     torch.set_num_threads(max(1, usable_cores() // 2))
 sd = lab.workload("sd15-lora")
-pictures = Pictures(sd, 8 if tiny else 32)
-files, side = pictures.drawn, pictures.side
+by_form = {form: pictures(sd, 8 if tiny else 32, form) for form in ("PNG", "JPEG", "WebP")}
+files, side = by_form["PNG"], sd.size.resolution
 folder = lab.cache_dir / "lab-10"
 folder.mkdir(parents=True, exist_ok=True)
 
@@ -130,7 +131,7 @@ my_formats: float | None = None  # for example 2
 lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 # %%
-decoding = lab.keep(pictures.decoding())
+decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.items()])
 
 # %% [markdown]
 # A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. No GPU
@@ -144,7 +145,7 @@ with lab.attempt("JPEG decoded by the GPU", experiment="decode", format="JPEG", 
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         return decode_jpeg(data, mode=ImageReadMode.RGB, device="cuda")
 
-    decoding["JPEG, GPU"] = lab.keep(pictures.decoded_by(by_nvjpeg, "JPEG", on_gpu=True))
+    decodes.append(lab.keep(decoding("JPEG", by_form["JPEG"], by_nvjpeg, on_gpu=True)))
 
 # %%
 with lab.attempt("decoded and resized by DALI"):
@@ -155,7 +156,7 @@ with lab.attempt("decoded and resized by DALI"):
         contents, _ = fn.readers.file(files=names)
         return fn.resize(fn.decoders.image(contents, device="mixed"), size=(side, side))
 
-    pipeline = training_images([str(file) for file in pictures.files("JPEG")])
+    pipeline = training_images([str(file) for file in by_form["JPEG"]])
     pipeline.build()
     pipeline.run()
     print(f"{median(ms(pipeline.run) for _ in range(5)) / 8:.2f} ms a picture")
@@ -163,7 +164,7 @@ with lab.attempt("decoded and resized by DALI"):
 # %%
 columns = {"format": "format", "on_gpu": "by the GPU", "mb": "MB a file"}
 columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
-lab.show(decoding, columns, experiment="decode")
+lab.show(decodes, columns, experiment="decode")
 lab.verdict("A4.data.gpu-decoding")
 
 # %% [markdown]
@@ -191,7 +192,7 @@ with lab.attempt("forgetting files"):
     for file in files:
         forget(file)
     cold, warm = (median(ms(file.read_bytes) for file in files) for _ in range(2))
-    decode = decoding["decode: PNG"].metric("decode_ms")
+    decode = decodes[0].metric("decode_ms")
     print(f"to read: {cold:.2f} ms from the disk, {warm:.2f} from memory; to decode {decode:.1f}")
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
@@ -224,7 +225,7 @@ class Mapped(Dataset):
 
 mapped = Mapped(folder / "train.npy")
 batch = next(iter(DataLoader(mapped, batch_size=2)))
-torch.testing.assert_close(batch[0], pictures.dataset("PNG")[0]["pixel_values"])
+torch.testing.assert_close(batch[0], FormDataset(files, sd)[0]["pixel_values"])
 took = median(ms(mapped.__getitem__, place) for place in range(8))
 print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
@@ -264,10 +265,14 @@ lab.predict("the memory map shortens the step by", my_map, "%")
 several = min(4, max(2, usable_cores() // 2))
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=1)
 beside = loop.but(num_workers=several, persistent_workers=True)
-forms = ("PNG", "JPEG", MAPPED, HELD)
-ways = {form: (form, loop) for form in forms}
-ways |= {f"{form}, {several} workers": (form, beside) for form in forms[: 1 if tiny else 3]}
-trained = lab.keep(trained_from(pictures, ways, 2, rounds or None))
+kept = {"PNG": files, "JPEG": by_form["JPEG"], "memory map": mapped.pixels}
+ways = {form: (loop, those, {"format": form}) for form, those in kept.items()}
+in_memory = {"format": "resized", "in_memory": True}
+ways["in memory"] = (loop, np.array(mapped.pixels), in_memory)
+for form in ["PNG"] if tiny else kept:
+    many = {"format": form, "workers": several}
+    ways[f"{form}, {several} workers"] = (beside, kept[form], many)
+trained = lab.keep(trained_from(sd, ways, 2, rounds or None))
 
 # %%
 columns = {
@@ -281,8 +286,13 @@ lab.verdict("A4.data.cache")
 
 # %%
 with lab.attempt("the law's picture"):
-    waits = {form: trained[form].metric("data_ms") for form in forms}  # r
-    busy = trained[HELD].metric("step_ms") - waits[HELD]  # c
+    waits, points = {}, {0: {}, several: {}}
+    for name, (recipe, *_) in ways.items():
+        run, form = trained[name], name.partition(",")[0]
+        waits.setdefault(form, run.metric("data_ms"))  # r: the first is without workers
+        spread = tuple(run.metrics["step_ms"][part] for part in ("p10", "median", "p90"))
+        points[recipe.num_workers][form] = (waits[form], spread)
+    busy = trained["in memory"].metric("step_ms") - waits["in memory"]  # c
     threads = 1 if on_gpu else torch.get_num_threads()
     law = Pipeline(0.0, busy, usable_cores(), threads=threads, accumulation=1)
     reads = np.linspace(0, 1.15 * waits["PNG"], 25)
@@ -290,10 +300,6 @@ with lab.attempt("the law's picture"):
         workers: {r: replace(law, read_ms=r).step_ms(workers) for r in reads}
         for workers in (0, 1, several)
     }
-    points = {0: {}, several: {}}
-    for name, (form, recipe) in ways.items():
-        spread = [trained[name].metrics["step_ms"][part] for part in ("p10", "median", "p90")]
-        points[recipe.num_workers][form] = (waits[form], tuple(spread))
     fig, ax = plt.subplots(figsize=(7.4, 4.2))
     plots.over_decoding(ax, lines, points, "r: ms that one core takes to make a micro-batch")
     plt.show()
@@ -331,6 +337,7 @@ print(count)
 """
 
 
+# %%
 def images_per_s(processes, threads):
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
     variables = {name: value for name, value in os.environ.items() if name not in names}
@@ -372,6 +379,9 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
     found = {"as_asked": int(seen == [0, 1])}
     lab.keep(Run("10", "visible devices", metrics=found, tags={"experiment": "visible devices"}))
     alone = Recipe(driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True)
+    alone = (
+        alone.but(cache="latents+text") if tiny else alone
+    )  # no wait for data beside a tiny UNet
     for word, value in {"overlap": "0", "block": "1"}.items():
         run = try_isolated(sd, alone, 11, environment={"CUDA_LAUNCH_BLOCKING": value})
         run.samples["step_ms"] = run.samples["step_ms"][5:]  # workers and libraries start before
@@ -393,7 +403,7 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %%
 SCRIPT = """
-import time
+import sys, time
 from pathlib import Path
 import numpy as np, torch
 from PIL import Image
@@ -403,7 +413,7 @@ from torch.utils.data import DataLoader, Dataset
 class Pictures(Dataset):
     files = sorted(Path("FOLDER").glob("*.png"))
     def __len__(self):
-        return 1024
+        return 4096
     def __getitem__(self, place):
         image = Image.open(self.files[place % len(self.files)]).convert("RGB").resize((128, 128))
         return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
@@ -413,17 +423,17 @@ def ms_a_step(workers=0, steps=18):
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.SiLU(), nn.Conv2d(32, 3, 3)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step, images in zip(range(steps), DataLoader(Pictures(), 2, num_workers=workers)):
-        if step == 6:
+        if step == steps // 3:
             began = time.perf_counter()
         loss = model(images.to(device)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         loss.item()  # for the log
-    return 1e3 * (time.perf_counter() - began) / (steps - 6)
+    return 1e3 * (time.perf_counter() - began) / (steps - steps // 3)
 
 if __name__ == "__main__":
-    print(f"{ms_a_step():.1f} ms a step")
+    print(f"{ms_a_step(*map(int, sys.argv[1:])):.1f} ms a step")
 """
 script = folder / "train.py"
 script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
@@ -448,16 +458,20 @@ my_script: float | None = None  # for example 40
 lab.predict("workers shorten the script's step by", my_script, "%")
 
 # %%
-sys.path.insert(0, str(folder))
-import train
+def script_ms(*arguments):
+    """Of a step, by the script in a process of its own, as it was diagnosed."""
+    command = [sys.executable, str(script), *map(str, arguments)]
+    return float(subprocess.check_output(command, text=True).split()[0])
+
 
 fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
+steps = max(18, 6 * workers)  # the first third isn't timed: workers begin with two batches each
 shares = []
-for _ in range(2 if tiny else 5):  # by turns, so that a slow moment is slow for both
-    plain, other = train.ms_a_step(steps=14), train.ms_a_step(workers, steps=14)
+for _ in range(2 if tiny else 3):  # by turns, so that a slow moment is slow for both
+    plain, other = script_ms(), script_ms(workers, steps)
     shares.append(1 - other / plain)
-    print(f"{plain:.1f} ms a step, {workers} workers {other:.1f}: {shares[-1]:.0%} shorter")
+    print(f"{plain:.1f} ms a step, with workers={workers} {other:.1f}: {other / plain - 1:+.0%}")
 found = {"predicted": promised, "measured": median(shares)}
 lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix": "workers"}))
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
@@ -533,7 +547,7 @@ print(faster_than(2, by_file, by_map, lambda seed: (seed,), times=10))
 # fast.
 
 # %% tags=["exercise"]
-jpegs = pictures.files("JPEG")[:4]
+jpegs = by_form["JPEG"][:4]
 
 
 def whole(seed):
@@ -563,10 +577,9 @@ print(faster_than(3, whole, drafted, lambda seed: (seed,), times=3, tolerance=0.
 
 # %%
 def truths(decode, feed):
-    by_form = {(r.tags["format"], *r.tags.keys() - {"experiment", "format"}): r for r in decode}
-    png, jpeg = (by_form.get((form,)) for form in ("PNG", "JPEG"))
+    png, jpeg, *_ = decode
     fed = {r.tags["format"]: r for r in feed if r.tags.keys() == {"experiment", "format"} and r.ok}
-    a, b = (fed[form].metric("step_ms") if form in fed else None for form in ("PNG", MAPPED))
+    a, b = (fed[form].metric("step_ms") if form in fed else None for form in ("PNG", "memory map"))
     return {
         "PNG against JPEG, one core": png.metric("decode_ms") / jpeg.metric("decode_ms"),
         "the memory map shortens the step by": 100 * (1 - b / a) if a and b else None,
@@ -574,4 +587,4 @@ def truths(decode, feed):
     }
 
 
-lab.done(truths(decoding.values(), trained.values()))
+lab.done(truths(decodes, trained.values()))

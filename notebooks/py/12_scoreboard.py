@@ -16,8 +16,6 @@
 # ---
 
 # %% [markdown]
-#
-# %% [markdown]
 # # Lab 12 · Scoreboard
 #
 # Four articles, more than 200 published claims, one verdict each: which survived? This lab trains nothing. It judges what the
@@ -60,8 +58,8 @@ from torch.nn.functional import cross_entropy
 from labutils.course import plots, predictions, tables
 from labutils.labs import lab12_scoreboard
 from labutils.results import claims, effects, report
-from labutils.results.judges import NOT_TESTABLE
-from labutils.results.records import REFERENCE, REPOSITORY, Run, summarise
+from labutils.results.judges import NOT_TESTABLE, VERDICTS
+from labutils.results.records import REFERENCE, REPOSITORY
 from labutils.tools import run
 
 plots.use_style()
@@ -116,12 +114,7 @@ for name, times in {"A again": again, "B": b}.items():
     print(f"{name}: {times[0]:.0f} ... {times[-1]:.0f} ms, {value:.3f} ({low:.3f} to {high:.3f})")
 
 # %%
-def as_run(times):
-    samples = {"step_ms": [*times], "round": [*rounds.tolist()]}
-    return Run("12", "one", metrics={"step_ms": summarise(times)}, samples=samples)
-
-
-ours = effects.effect(as_run(a), as_run(b))
+ours = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
@@ -187,12 +180,14 @@ lab.table(
 
 # %%
 def show_claims(article, lab_number, verdict):
-    found = lab12_scoreboard.chosen(board, article, lab_number, verdict)
+    wanted = {"article": article, "lab": lab_number, "verdict": verdict}
+    found = lab12_scoreboard.chosen(board, **wanted)
     print(len(found), "of", len(board), "claims")
     lab.show(tables.verdict_table(page.judgements[at] for at in found.index))
 
 
-choices = lab12_scoreboard.choices(board)
+choices = {"article": ["all", *claims.articles()], "lab_number": ["all", *titles]}
+choices["verdict"] = sorted(VERDICTS, key=lambda word: word != "refuted") + ["all"]
 if not lab.choose(show_claims, choices) and {article, lab_number, verdict} != {"all"}:
     show_claims(article, lab_number, verdict)
 
@@ -301,6 +296,7 @@ A, B = (torch.randn(shape, device=lab.device) / WIDTH**0.5 for shape in ((8, WID
 adapter = (A.requires_grad_(), B.requires_grad_())
 
 
+# %%
 def stock_step(inputs, labels):
     """inputs [4, 128, WIDTH], labels [4, 128] (-100: nothing to learn) -> the mean loss, and the gradients of A and B"""
     A.grad = B.grad = None

@@ -27,5 +27,5 @@ def by_hand(network, micro_batches):
         gradient.copy_(part.view_as(gradient))
 
 
-check_it = partial(torchrun, [*helpers, by_hand], [judged])
-print(lab11_distributed.check_by_hand(by_hand, check_it))
+my_result = torchrun([*helpers, by_hand], [judged])[0]
+print(check("11.4", my_result))

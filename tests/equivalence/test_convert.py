@@ -7,14 +7,12 @@ import math
 import sys
 import types
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from frozen_layers import language_model
 from torch import nn
 
-import labutils
 from labutils.layers.lora import count_trainable, lora_layers
 from labutils.layers.quantization.convert import (
     MAKERS,
@@ -90,33 +88,6 @@ def test_a_layer_that_does_not_go_leaves_those_before_it_alone(case):
     with pytest.raises(ValueError, match=f"'1'.*{case}"):
         convert_base(spoilt(model, case), ["0", "1"], "fp8-frozen")
     assert type(model[0]) is nn.Linear
-
-
-def test_transformer_engine_finds_pytorchs_whole_cudnn_loaded(monkeypatch, tmp_path):
-    """What the others are built on comes first; a file that is no library is passed over."""
-    libraries = tmp_path / "nvidia/cudnn/lib"
-    libraries.mkdir(parents=True)
-    for part in ("", "_adv", "_graph", "_ops"):
-        (libraries / f"libcudnn{part}.so.9").touch()
-    nvidia, cudnn = types.ModuleType("nvidia"), types.ModuleType("nvidia.cudnn")
-    nvidia.cudnn, cudnn.__path__ = cudnn, [str(libraries.parent)]
-    monkeypatch.setitem(sys.modules, "nvidia", nvidia)
-    monkeypatch.setitem(sys.modules, "nvidia.cudnn", cudnn)
-    monkeypatch.setenv("CUDNN_HOME", "the user's own")
-    loaded: list[str] = []
-
-    def load(path: str) -> None:
-        loaded.append(Path(path).name)
-        raise OSError("file too short")
-
-    monkeypatch.setattr(labutils, "CDLL", load)
-    assert labutils.OneCudnn in sys.meta_path
-    monkeypatch.setattr(sys, "path", [])
-    assert labutils.OneCudnn.find_spec("transformer_engine") is None and not loaded
-    (tmp_path / "transformer_engine.py").touch()
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    assert labutils.OneCudnn.find_spec("transformer_engine") is None
-    assert loaded == [f"libcudnn{part}.so.9" for part in ("_graph", "_ops", "", "_adv")]
 
 
 def test_a_broken_transformer_engine_is_unavailable(monkeypatch):

@@ -4,7 +4,6 @@ transformers' own, the arithmetic against PyTorch's counter, and what is compile
 from __future__ import annotations
 
 import functools
-import pickle
 
 import peft
 import pytest
@@ -12,11 +11,10 @@ import torch
 import torch.nn.functional as F
 from decoders_at_work import (
     batch_of,
-    losses_of,
     outcome,
     outcome_of,
 )
-from recipes_at_work import Products, adapter_gradients, assert_same_gradients, one_thread, perturb
+from recipes_at_work import Products, adapter_gradients, assert_same_gradients, perturb
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import BatchSampler
@@ -28,7 +26,6 @@ from labutils.labs.ladders import A3_BASE
 from labutils.layers.lora import attach_lora, count_parameters, count_trainable
 from labutils.profiling.recompilation import Compilation
 from labutils.recipe import Unavailable
-from labutils.training import Trainer
 from labutils.workloads import SCALES, open_workload
 from labutils.workloads.base import around_the_same
 from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
@@ -53,10 +50,7 @@ NAMES = ("qwen3-lora-long", "gpt-oss-lora-long", "llava-lora-varied")
 META = torch.device("meta")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @functools.cache
@@ -160,10 +154,6 @@ def test_trainers_share_the_frozen_weights_until_they_are_released(workload):
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_loss_and_gradients_are_transformers(workload, shapes):
     assert_is_reference(workload, SHAPES[shapes].but(layers="rewritten"), FIVE)
-
-
-def test_padding_changes_nothing_in_transformers_own(workload):
-    assert_is_reference(workload, SHAPES["padded"], FIVE)
 
 
 @pytest.mark.parametrize(
@@ -288,15 +278,6 @@ def test_an_example_that_does_not_fit_is_refused(workload):
         workload.collate(PACKED.but(token_budget=512))
 
 
-def test_batches_can_be_made_in_workers(workload):
-    collate, rows = (
-        pickle.loads(pickle.dumps(part))
-        for part in (workload.collate(PACKED), workload.dataset(None, PACKED))
-    )
-    batch, expected = collate([rows[1], rows[2]]), batch_of(workload, PACKED, (1, 2))
-    assert all(torch.equal(batch[name], tensor) for name, tensor in expected.items())
-
-
 def test_the_processor_makes_as_many_tokens(llava):
     rows = llava.dataset(None, BASE)
     for example, size in zip(rows, llava.example_sizes(BASE), strict=True):
@@ -380,19 +361,6 @@ def test_what_work_counts(workload):
 
 # -------------------------------------------------------------------------------------------------
 # Training
-
-
-@pytest.mark.parametrize("name", [NAMES[0], NAMES[2]])
-def test_a_packed_run_resumes_where_it_stopped(name, tmp_path):
-    """Two steps, a checkpoint, and two more in another trainer end as four in a row do."""
-    workload, recipe = opened(name), PACKED.but(micro_batch=1)
-    with Trainer(workload, recipe, folder=tmp_path) as first:
-        first.run(2)
-        first.save()
-    with Trainer(workload, recipe, folder=tmp_path, resume=True) as second:
-        second.run(4)
-        second.driver.log.flush()
-    assert losses_of(workload, recipe, 4)[2:] == pytest.approx(second.losses, rel=1e-6)
 
 
 def test_a_saved_adapter_has_pefts_names(workload, tmp_path):

@@ -33,7 +33,6 @@ def test_the_articles_scale():
     x = torch.tensor([-1000.0, 10000.0])
     assert fp8_math.scale_for(fp8_math.amax(x)).item() == pytest.approx(0.0448)
     assert (x * fp8_math.scale_for(fp8_math.amax(x))).tolist() == pytest.approx([-44.8, 448])
-    assert fp8_math.scale_for(fp8_math.amax(x), margin=2).item() == pytest.approx(0.0112)
     assert quantise(x).restored().tolist() == pytest.approx([-1000, 10000], rel=2**-4)
 
 

@@ -12,7 +12,6 @@ from recipes_at_work import (
     Watched,
     assert_same_gradients,
     assert_same_path,
-    one_thread,
     sd_workload,
     watch,
     watch_trainer,
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from labutils.labs.ladders import A1_LADDER, climb
-from labutils.layers.cuda_graph import attention_kernel
 from labutils.layers.lora import lora_layers
 from labutils.recipe import STOCK
 from labutils.training import Trainer
@@ -33,10 +31,7 @@ CLIPPED = PLAIN.but(max_grad_norm=0.07)
 """Gradients of these two steps have norms of 0.082 and 0.068: one is clipped and one is not."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +83,6 @@ def test_the_last_rung_computes_what_the_first_does(workload, plain):
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert_same_gradients(mine, expected)
     assert_same_path(found, plain)
-
-
-def test_attention_kernels_compute_the_same(workload, plain):
-    with attention_kernel("math"):
-        found = watch(workload, CLIPPED)
-    assert_same_gradients(found.gradients[0], plain.gradients[0])
 
 
 def test_the_rank_may_be_any(workload):

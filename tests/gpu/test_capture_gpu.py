@@ -18,8 +18,6 @@ from labutils.training import Trainer
 from labutils.training.loss_log import RingLog
 from labutils.workloads import open_workload
 
-pytestmark = pytest.mark.gpu
-
 STEPS = 3
 EAGER = PLAIN.but(logging="ring-buffer", optimizer="adamw-fused", max_grad_norm=1e9)
 """Gradients are clipped to a norm that they never have: what is left in a graph's `.grad` is then

@@ -12,15 +12,10 @@ from torch.nn.functional import cosine_similarity
 
 from labutils.labs.ladders import A2_BASE, A3_BASE
 from labutils.layers.cuda_graph import compile_blocks
-from labutils.profiling.recompilation import Compilation
 from labutils.training import Trainer
 from labutils.workloads import open_workload
 
-pytestmark = pytest.mark.gpu
-
 BASES = {"llava-lora-varied": A2_BASE, "qwen3-lora-long": A3_BASE, "gpt-oss-lora-long": A3_BASE}
-WAITING = ["llava-lora-varied", "gpt-oss-lora-long"]
-"""Workloads whose published forward pass asks the GPU for something, and waits."""
 
 
 @pytest.fixture(scope="module", params=BASES)
@@ -66,15 +61,6 @@ def test_nothing_waits_for_the_device(workload, ours, packed, shapes, changes, w
     workload.loss(model, batch, {}).backward()
 
 
-@pytest.mark.parametrize("name", WAITING)
-def test_the_published_forward_pass_does_wait(name, waiting_is_an_error):
-    workload, recipe = open_workload(name, scale="tiny", device="cuda"), BASES[name]
-    model, batch = workload.build(recipe), batch_of(workload, recipe, [0, 1])
-    waiting_is_an_error()
-    with pytest.raises(RuntimeError, match="synchroniz"):
-        workload.loss(model, batch, {})
-
-
 def test_a_packed_batch_is_copied_without_waiting(waiting_is_an_error):
     """Page-locked by the loader, the next batch travels while the GPU still computes."""
     workload = open_workload("llava-lora-varied", scale="tiny", device="cuda")
@@ -105,17 +91,6 @@ def test_bfloat16_is_near_transformers_float32(workload, ours, packed, shapes):
         assert_same_gradients(found, gradients, rtol=0.1)
     for name, gradient in gradients.items():
         assert cosine_similarity(found[name].flatten(), gradient.flatten(), dim=0) > 0.9, name
-
-
-def test_packed_blocks_compile_without_breaks(workload, packed, nothing_compiled):
-    """The decoder's first block, whose input needs no gradient, its others, and the vision tower's
-    block.
-    """
-    recipe = packed.but(compile="default", compile_scope="blocks")
-    with Compilation() as compiled, Trainer(workload, recipe) as trainer:
-        trainer.run(5)
-    assert compiled.graphs == (3 if workload.name.startswith("llava") else 2)
-    assert compiled.breaks.total() == 0
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ import pytest
 from labutils.labs import lab06_anyres
 from labutils.workloads import open_workload
 
-pytestmark = pytest.mark.gpu
-
 
 def test_a_method_s_memory_is_its_own_and_less_with_fewer_bits():
     small = open_workload("llava-lora", scale="small", device="cuda")

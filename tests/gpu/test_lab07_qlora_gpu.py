@@ -9,8 +9,6 @@ from labutils.recipe import Unavailable
 from labutils.training.unsloth_run import check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def texts():

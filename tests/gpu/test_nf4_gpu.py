@@ -18,10 +18,7 @@ from labutils.layers.quantization.convert import convert_base
 from labutils.layers.quantization.fp8_math import relative_error
 from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("full_float32"),
-]
+pytestmark = pytest.mark.usefixtures("full_float32")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TIPPED = 1e-4

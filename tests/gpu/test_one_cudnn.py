@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.gpu
-
 CHILD = """
 import sys
 import labutils

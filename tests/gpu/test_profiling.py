@@ -4,44 +4,15 @@ import time
 
 import pytest
 import torch
-from torch.profiler import record_function
+from traces import Training
 
 from labutils.profiling.trace import profile
 from labutils.profiling.utilization import Utilization
 
-pytestmark = pytest.mark.gpu
-
-
-class Training:
-    """Work with three waits a step: a copy from pageable memory, and two reads of the loss.
-    Clipping is none.
-    """
-
-    def __init__(self):
-        self.layer = torch.nn.Linear(1024, 1024, device="cuda")
-        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=1e-3)
-        self.batch = torch.randn(2048, 1024)
-
-    def step(self):
-        with record_function("to_device"):
-            batch = self.batch.to("cuda")
-        with record_function("forward"):
-            loss = self.layer(batch).square().mean()
-        with record_function("log"):
-            self.first = loss.item()
-            self.second = loss.item()
-        with record_function("backward"):
-            loss.backward()
-        with record_function("clip"):
-            torch.nn.utils.clip_grad_norm_(self.layer.parameters(), 1.0)
-        with record_function("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    return profile(Training(), steps=4, folder=tmp_path_factory.mktemp("profile"))
+    return profile(Training("cuda"), steps=4, folder=tmp_path_factory.mktemp("profile"))
 
 
 def test_every_wait_is_found_and_none_invented(trace):

@@ -12,7 +12,7 @@ from labutils.results.records import REFERENCE, read_runs
 from labutils.training import Benchmark
 from labutils.workloads import open_workload
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 TOLERANCE = 0.03
 STEPS, ROUNDS = 6, 2

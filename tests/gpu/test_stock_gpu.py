@@ -26,10 +26,7 @@ from labutils.training import Trainer
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import SIZES, _networks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-]
+pytestmark = pytest.mark.timeout(600)
 
 IMAGES = 256
 RANK = 4

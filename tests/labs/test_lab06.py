@@ -38,6 +38,14 @@ def varied():
 # The article's table
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("nf4", torch.float32), ("fp8-te", torch.bfloat16)])
+def test_a_model_with_4_bit_weights_alone_is_prepared(kind, dtype):
+    model = torch.nn.LayerNorm(4).bfloat16().requires_grad_(False)
+    model.base_linear = kind
+    prepared_for_kbit(model)
+    assert model.weight.dtype == dtype
+
+
 def test_a_column_of_the_table_is_one_comparison_with_its_base_twice(uniform):
     names = ("bf16", "qlora", "eager-fixed")
     runs = lab06_anyres.compared(uniform, names, batch=2, rounds=2)
@@ -60,49 +68,48 @@ def test_methods_stand_side_by_side_with_their_floor():
         )
         for name, batch, more in (("bf16", 1, timed), ("qlora", 1, timed), ("bf16", 24, {}))
     ]
-    shown = lab06_anyres.side_by_side([*runs, Run("06", "", tags=runs[0].tags | {"again": True})])
-    assert list(shown.columns) == ["batch", "bf16", "qlora"]
-    assert list(shown["bf16"]) == ["480 ms (floor 117), 17.0 GB", "17.0 GB"]
+    shown = lab06_anyres.side_by_side(runs)
+    assert list(shown.columns) == ["batch", "", "bf16", "qlora"]
+    said = {(batch, what): ms for batch, what, ms, _ in shown.itertuples(index=False)}
+    assert said[1, "step, ms"] == 480.4 and said[1, "floor, ms"] == 117
+    assert said[24, "memory, GB"] == 17
 
 
 # The compiler
 
 
 def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
-    settled, _ = lab06_anyres.recompilations(uniform, BLOCKS, 3)
+    settled = lab06_anyres.recompilations(uniform, BLOCKS, 3)
     assert settled.metrics["further_image_token_counts"] == 0
-    assert settled.metrics["recompilations_after_2_steps"] == 0
-    exact, why = lab06_anyres.recompilations(varied, BLOCKS, 3, dynamic=False)
-    free, _ = lab06_anyres.recompilations(varied, BLOCKS, 3, dynamic=True)
-    assert exact.metrics["further_image_token_counts"] > 0
-    assert settled.workload == exact.workload, "or their counts could not be compared"
-    late = [sum(run.samples["recompilations"][1:]) for run in (free, exact)]
-    assert late[0] == 0 < late[1]
-    assert exact.metrics["recompilations"] == sum(exact.samples["recompilations"])
-    assert any("size mismatch" in reason for reason in why.reasons)
+    assert settled.samples["recompilations"][2:] == [0]
+    moved = lab06_anyres.recompilations(varied, BLOCKS, 3)
+    assert moved.metrics["further_image_token_counts"] > 0
+    assert settled.workload == moved.workload, "or their counts could not be compared"
+    assert moved.metrics["recompilations"] == sum(moved.samples["recompilations"])
+    assert moved.metrics["recompilations"] > settled.metrics["recompilations"]
 
 
-def test_more_versions_than_the_compiler_allows_are_noted_not_raised(varied, capfd):
+def test_more_versions_than_the_compiler_allows_are_noted_not_printed(varied, capfd):
     """A trainer compiled before must not make this count stricter."""
     compiled = QUICK.but(compile="default", compile_scope="blocks", dynamic="any")
-    with Trainer(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 2):
-        _, compiled = lab06_anyres.recompilations(varied, BLOCKS, 5, dynamic=False)
-    assert compiled.given_up and "recompile_limit" not in capfd.readouterr().err
+    with Trainer(varied, compiled), mock.patch.object(torch._dynamo.config, "recompile_limit", 1):
+        run = lab06_anyres.recompilations(varied, BLOCKS, 3)
+    assert run.metrics["given_up"] and "recompile_limit" not in capfd.readouterr().err
 
 
 # Any shape
 
 
 def test_one_shape_differs_from_its_rung_in_the_rows_alone():
-    recipes = lab06_anyres.shape_recipes("cuda")
+    recipes = lab06_anyres.shape_recipes("full")
     base = recipes["blocks compiled"]
-    assert recipes["bf16 again"] == recipes["bf16"] and base.compile == "default"
+    assert base.compile == "default"
     changed = {name: set(recipes[name].changes_from(base)) for name in lab06_anyres.ONE_SHAPE}
     assert changed["padded"] == {"shapes", "token_budget", "dynamic"}
     assert changed["fixed"] == {"shapes", "dynamic"}
-    on_cpu = lab06_anyres.shape_recipes("cpu")
-    assert all(recipe.compile == "off" for recipe in on_cpu.values())
-    assert {"padded", "fixed", "packed", "bf16 again"} <= on_cpu.keys() < recipes.keys()
+    tiny = lab06_anyres.shape_recipes("tiny")
+    assert all(recipe.compile == "off" for recipe in tiny.values())
+    assert {"padded", "fixed", "packed", "bf16"} <= tiny.keys() < recipes.keys()
 
 
 # Seeds
@@ -111,8 +118,7 @@ def test_one_shape_differs_from_its_rung_in_the_rows_alone():
 def test_losses_are_paired_by_seed(uniform):
     recipes = {"bf16": QUICK, "again": QUICK, "no": QUICK.but(adapter="folded")}
     recipes |= {"qlora": QUICK.but(base_linear="nf4")}
-    changes = {"qlora": prepared_for_kbit}
-    runs = lab06_anyres.trained_on_seeds(uniform, recipes, 2, 4, changes)
+    runs = lab06_anyres.trained_on_seeds(uniform, recipes, 2, 4, {})
     base = runs["loss bf16"].samples
     assert runs["loss again"].samples == base and len(set(base["final_loss"])) == 2
     assert min(base["loss_drop"]) > 0

@@ -12,9 +12,13 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from recipes_at_work import one_thread
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from labutils.course import plots
 from labutils.labs import lab07_qlora
-from labutils.labs.lab07_qlora import METHODS, QLORA, RUNGS, UNSLOTH
+from labutils.labs.lab07_qlora import COMPILED, METHODS, ON_A_CPU, PACKED, QLORA, UNSLOTH
+from labutils.labs.ladders import A3_BASE
+from labutils.profiling.trace import profile
 from labutils.results.records import REFERENCE, read_runs
+from labutils.training import Benchmark, Trainer
 from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.decoder_workload import TARGETS
@@ -39,7 +43,7 @@ def test_methods_are_what_is_on_record(texts):
     recorded = {frozenset(run.tags.items()) for run in read_runs(REFERENCE, "07")}
     for length, methods in METHODS.items():
         for name, (_, more) in methods.items():
-            tags = {"experiment": "methods", "method": name, "texts": length} | more
+            tags = {"experiment": "methods", "texts": length} | more
             assert frozenset(tags.items()) in recorded, name
     jobs = lab07_qlora.unsloth_jobs(texts)
     assert jobs.keys() == UNSLOTH.keys()
@@ -87,22 +91,24 @@ def test_methods_and_rungs_are_timed_on_the_same_batches(texts):
     assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
     assert runs["qlora again"].tags["again"] and runs["qlora, batch 1"].tags["batch"] == 1
     assert "ms_per_1k_useful_tokens" in runs["qlora"].metrics
-    climbed = lab07_qlora.rungs(texts["long"])
+    with Benchmark(texts["long"], same_batches=True) as bench:
+        climbed = lab07_qlora.rungs(bench, PACKED | ON_A_CPU)
     assert all(run.ok for run in climbed.values()), [run.status for run in climbed.values()]
     tokens = [run.samples["tokens"] for run in climbed.values()]
     assert all(one == tokens[0] for one in tokens)
 
 
 def test_restoring_is_found_in_a_trace(texts, tmp_path):
-    run = lab07_qlora.dequantising(texts["short"], QLORA, tmp_path)
-    layers = 2 * len(TARGETS)
-    assert run.metrics["dequantise_ms"] > 0
-    assert run.metrics["dequantise_calls"] >= 3 * layers  # forward, again, backward
+    with Trainer(texts["short"], QLORA, on_model=prepared_for_kbit) as trainer:
+        restored = lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path, with_stack=False))
+    with Trainer(texts["short"], A3_BASE) as trainer:
+        assert lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path)) == 0 < restored
 
 
 def test_the_picture_has_a_line_for_each_kind_of_product():
     _, ax = plt.subplots()
-    lab07_qlora.frontier(ax, read_runs(REFERENCE, "07"))
+    runs = read_runs(REFERENCE, "07").select(experiment=("methods", "ladder"), again=False)
+    plots.frontier(ax, runs, lab07_qlora.kind_of)
     kinds = {"packed, not compiled", *(f"compiled, {of} products" for of in ("BF16", "FP8"))}
     assert {line.get_label() for line in ax.lines} == {"as published", "unsloth", *kinds}
     assert len(ax.texts) == sum(len(line.get_xdata()) for line in ax.lines) >= 8
@@ -110,7 +116,7 @@ def test_the_picture_has_a_line_for_each_kind_of_product():
 
 
 def test_the_rung_that_is_held_against_unsloth_has_its_rows_and_weights():
-    ours, theirs = RUNGS[lab07_qlora.LIKE_FOR_LIKE], UNSLOTH["unsloth, packed"][1]
+    ours, theirs = COMPILED[lab07_qlora.LIKE_FOR_LIKE], UNSLOTH["unsloth, packed"][1]
     for knob in ("shapes", "token_budget", "micro_batch", "rank", "predict", "optimizer"):
         assert getattr(ours, knob) == getattr(theirs, knob), knob
     assert (ours.base_linear, ours.checkpointing) == ("nf4-frozen", "blocks")

@@ -17,6 +17,7 @@ from labutils.profiling.step_model import Host, Launch, Program
 from labutils.recipe import Unavailable
 from labutils.results.records import Run
 from labutils.training import Trainer
+from labutils.training.one_batch import OnOneBatch
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
 
@@ -41,12 +42,12 @@ def test_a_packed_row_holds_typical_texts_and_nothing_else(family):
     workload, padded = texts(family)["long"], next(iter(lab08.variants(family).values()))
     recipe = padded.but(**packed, micro_batch=1)
     lengths = [len(ids) for ids, _ in workload.dataset(None, recipe).conversations]
-    mean, chosen = sum(lengths) / len(lengths), lab08.typical(lengths)
-    assert len(set(chosen)) == lab08.TEXTS
-    assert all(0.6 * mean <= lengths[index] <= mean for index in chosen)
+    mean = sum(lengths) / len(lengths)
+    chosen = sorted(length for length in lengths if length <= mean)[-lab08.TEXTS :]
+    assert all(0.6 * mean <= length for length in chosen)
     batch = lab08.batch_of(workload, recipe)
-    assert batch["input_ids"].shape == (1, sum(lengths[index] for index in chosen))
-    least = lab08.batch_of(workload, recipe, lab08.shortest)
+    assert batch["input_ids"].shape == (1, sum(chosen))
+    least = lab08.batch_of(workload, recipe, shortest=True)
     assert least["input_ids"].shape == (1, min(lengths))
     # The library, which pads texts side by side, sees the same tokens.
     works = [workload.work_of(r, lab08.batch_of(workload, r)) for r in (recipe, padded)]
@@ -64,7 +65,7 @@ def test_a_thin_model_launches_what_the_model_launches(family):
     recipe, counts = next(iter(lab08.variants(family).values())), []
     for workload in (wide, narrow):
         with Trainer(workload, recipe) as trainer, SlowerHost() as host:
-            lab08.OnOneBatch(trainer, lab08.batch_of(workload, trainer.recipe)).step()
+            OnOneBatch(trainer, lab08.batch_of(workload, trainer.recipe)).step()
         counts.append(host.delayed)
     assert counts[0] == pytest.approx(counts[1], rel=0.02)
 
@@ -75,12 +76,12 @@ def studied():
 
 
 def test_a_slower_host_slows_the_step_by_its_delays(studied):
-    quick, slow = (step.run for step in studied[2:])
+    quick, slow = (step.run for step in studied[2:4])
     assert (quick.tags["delay_us"], slow.tags["delay_us"]) == (0, 100)
-    assert slow.metrics["delayed"] == quick.metrics["delayed"] > 100
+    for metric in ("step_ms", "predicted_ms", "host_us"):
+        assert slow.metric(metric) > quick.metric(metric)
     longer = slow.metric("step_ms") - quick.metric("step_ms")
-    assert longer > 0.5 * slow.metrics["delayed"] * 0.1
-    assert slow.metrics["predicted_ms"] > quick.metrics["predicted_ms"]
+    assert longer > 0.5 * 100 * 0.1  # more than a hundred operations
 
 
 def test_a_study_predicts_shows_and_repeats(studied):
@@ -90,8 +91,8 @@ def test_a_study_predicts_shows_and_repeats(studied):
     assert (
         abs(long.run.metrics["off_by_percent"]) < 100 and long.run.metrics["error_bar_percent"] >= 0
     )
-    assert short.program.kernel_ms < long.program.kernel_ms and long.lanes["operators"]
-    again = lab08.measured_again(texts("moe"), "moe", "expert loop", 2)
+    assert short.program.kernel_ms < long.program.kernel_ms
+    again = studied[-1].run
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
     with pytest.raises(Unavailable, match="GPU"):
         lab08.study(texts("moe"), "moe", "captured", steps=2)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labutils.labs import lab09_peak_memory as peak_memory
+from labutils.labs.lab09_peak_memory import GRID, predicted_and_recorded
 from labutils.labs.ladders import A3_BASE
 from labutils.recipe import Recipe
 from labutils.results import records
+from labutils.training import peak_memory
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
 PLAIN = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
-GRID = peak_memory.GRID
 
 
 def opened(name, folder, scale="tiny"):
@@ -41,7 +41,7 @@ def little(tmp_path_factory):
 def test_the_prediction_is_what_a_record_finds_in_the_step(room, recipe, little, tmp_path):
     """On a CPU both count the same shapes and lifetimes."""
     workload = little if room == "sd15-lora" else opened(room, tmp_path)
-    run, memory = peak_memory.predicted_and_recorded(workload, recipe)
+    run, memory = predicted_and_recorded(workload, recipe)
     assert abs(run.metric("off")) < 0.01
     assert [name for _, name in memory.phases][-3:] == ["forward", "backward", "update"]
     peaks = [run.metric(f"{phase}_peak_gb") for phase in ("forward", "backward", "update")]

@@ -43,7 +43,7 @@ def test_the_table_holds_each_switch_against_its_base_and_the_base_again(noise, 
     assert list(rows.index) == ["base", "checkpointing", "base again"]
     assert rows.loc["checkpointing", "time"].startswith("+30")
     assert ("unsteady" in rows.loc["checkpointing", "time"]) != steady
-    assert rows.loc["checkpointing", "memory"] == "-23.1 %"
+    assert ("unsteady" in rows.loc["base again", "time"]) != steady
 
 
 # ----------------------------------------------------------------------------------------- numbers
@@ -52,12 +52,11 @@ def test_the_table_holds_each_switch_against_its_base_and_the_base_again(noise, 
 def test_fewer_bits_are_farther_off():
     workload = open_workload("sd15-lora", "tiny", device="cpu")
     runs = toggles.numerical_effects(on_drawn_latents(workload))
-    assert runs["tf32"].status.startswith("skipped")
-    error = {name: run.metrics["gradient_error"] for name, run in runs.items() if run.ok}
+    error = {name: run.metrics["gradient_error"] for name, run in runs.items()}
     assert error["fp32"] == 0 < error["fp16, scaled loss"] < error["bf16"] < 0.1
     # Rounding to 10 and to 7 bits of mantissa: a factor of eight between the two, give or take.
     assert 3 < error["bf16"] / error["fp16, scaled loss"] < 20
-    lost = {name: run.metrics["lost_share"] for name, run in runs.items() if run.ok}
+    lost = {name: run.metrics["lost_share"] for name, run in runs.items()}
     assert lost["fp16, scaled loss"] <= lost["fp16, loss not scaled"] < 0.5
     assert lost["fp32"] == lost["bf16"] == 0
 

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from labutils.labs import lab10_image_input as image_input
-from labutils.labs.lab10_image_input import HELD, MAPPED
 from labutils.recipe import Recipe
 from labutils.workloads import open_workload
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
+def workload(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
-    workload = open_workload("sd15-lora", "tiny", device="cpu", cache_dir=folder)
-    return image_input.Pictures(workload, 2)
+    return open_workload("sd15-lora", "tiny", device="cpu", cache_dir=folder)
 
 
-@pytest.mark.parametrize(
-    ("form", "most"), [("PNG", 0), ("JPEG", 0.03), ("WebP", 0.03), (MAPPED, 0), (HELD, 0)]
-)
-def test_training_sees_what_the_script_makes_of_the_same_pictures(form, most, pictures):
-    dataset = pictures.dataset(form)
-    for place, path in enumerate(pictures.drawn):
+def pixels(workload):
+    size = (workload.size.resolution, workload.size.resolution)
+    images = [Image.open(path).convert("RGB") for path in image_input.pictures(workload, 2)]
+    return np.stack([np.asarray(image.resize(size, Image.Resampling.LANCZOS)) for image in images])
+
+
+@pytest.mark.parametrize(("form", "most"), [("PNG", 0), ("JPEG", 0.03), ("WebP", 0.03), ("", 0)])
+def test_training_sees_what_the_script_makes_of_the_same_pictures(form, most, workload):
+    kept = image_input.pictures(workload, 2, form) if form else pixels(workload)
+    dataset = image_input.FormDataset(kept, workload)
+    for place, path in enumerate(image_input.pictures(workload, 2)):
         expected = dataset.preprocess.pixels(Image.open(path).convert("RGB"))
         assert (dataset[place]["pixel_values"] - expected).abs().mean() <= most
 
 
-def test_a_form_is_trained_from_in_every_round(pictures):
+def test_each_trainer_reads_its_own_form_in_every_round(workload):
     recipe = Recipe(driver="eager", logging="ring-buffer", micro_batch=1, accumulation=1)
-    ways = {"plain": ("JPEG", recipe), "held": (HELD, recipe)}
-    runs = image_input.trained_from(pictures, ways, steps=1, rounds=2)
-    assert runs["held"].tags["in_memory"] and runs["plain again"].tags["again"]
+    files = image_input.pictures(workload, 2, "JPEG")
+    ways = {"plain": (recipe, files, {"format": "JPEG"})}
+    ways["black"] = (recipe, np.zeros_like(pixels(workload)), {"in_memory": True})
+    runs = image_input.trained_from(workload, ways, steps=1, rounds=2)
+    assert runs["black"].tags["in_memory"] and runs["plain again"].tags["again"]
+    assert runs["black"].metrics["loss"] != runs["plain"].metrics["loss"]
     for run in runs.values():
         assert run.ok and set(run.samples["round"]) == {0, 1}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch.distributed as dist
 
@@ -14,8 +12,8 @@ from labutils.results.records import REFERENCE, Run, read_runs, summarise
 
 @pytest.mark.parametrize("scale", ["tiny", "full"])
 def test_the_plan_shares_one_global_batch_and_tells_its_runs_apart(scale):
-    lab = SimpleNamespace(scale=scale, weights="random", data="generated", cache_dir="cache")
-    tasks = lab11.plan(lab11.cases(lab), 2, 4, tiny=scale == "tiny")
+    opened = {"scale": scale, "weights": "random", "data": "generated", "cache_dir": "cache"}
+    tasks = lab11.plan(opened, 2, 4)
     assert tasks[0].kind == "all-reduce"
     timed = [each for task in tasks for each in task.timed]
     assert len({each["name"] for each in timed}) == len(timed)
@@ -74,5 +72,5 @@ def failing(device):
 
 def test_a_script_is_started_and_a_failure_is_told(tmp_path):
     assert lab11.torchrun(tmp_path, [join], [told], 2, "cpu") == [("cpu", 2)]
-    with pytest.raises(RuntimeError, match="(?s)Exit codes.*1.*on purpose, on a cpu"):
+    with pytest.raises(RuntimeError, match="(?s)on purpose, on a cpu.*exitcode  : 1"):
         lab11.torchrun(tmp_path, [join], [failing], 2, "cpu")

@@ -66,15 +66,6 @@ def assert_tidy(ax: Axes) -> None:
     assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
-def test_steps_show_medians_samples_and_failures(ax):
-    plots.steps(ax, {"workers=0": timed("a", 950), "workers=3": timed("b", 625), "12": FAILED})
-    assert {"950 ms", "625 ms", "error: shared memory ran out"} <= set(texts(ax))
-    assert names_of_rows(ax) == ["workers=0", "workers=3", "12"]
-    dots = [found for found in ax.collections if hasattr(found, "get_sizes")]
-    assert sum(len(found.get_offsets()) for found in dots if len(found.get_sizes())) == 10
-    assert_tidy(ax)
-
-
 def test_sweep_draws_measured_published_model_and_failures(ax):
     x = [0, 1, 3, 8, 12]
     runs = [*(timed("", ms) for ms in (950, 700, 625, 640)), FAILED]

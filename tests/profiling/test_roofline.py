@@ -15,7 +15,6 @@ from labutils.profiling.operations import (
     course_operations,
     measure_operation,
 )
-from labutils.profiling.roofline import Roofline
 from labutils.profiling.step_model import CARDS
 
 
@@ -38,7 +37,6 @@ def test_specs_are_whole_and_consistent(spec):
 def test_published_peaks_of_the_course():
     h200 = find_spec("NVIDIA H200")
     assert (h200.dense["bf16"], h200.sparse["bf16"]) == (989.4, 1978.8)
-    assert h200.ridge("bf16") == pytest.approx(206.1, abs=0.1)
     blackwell = find_spec("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition")
     printed = {"tf32": 438.9, "bf16": 877.9, "fp8": 1755.7, "fp4": 3511.4}  # article A3's table
     assert {dtype: blackwell.sparse[dtype] for dtype in printed} == pytest.approx(printed, rel=1e-3)
@@ -63,14 +61,6 @@ def test_published_peaks_of_the_course():
 def test_find_spec_by_the_drivers_name(driver_name, memory_gb, name):
     spec = find_spec(driver_name, memory_gb)
     assert (spec and spec.name) == name
-
-
-def test_roofline_floor_and_ridge():
-    roof = Roofline(rate=100.0, bandwidth=1000.0)  # 100 TFLOP/s, 1 TB/s
-    assert roof.ridge == 100
-    assert [roof.attainable(intensity) for intensity in (10, 100, 1000)] == [10, 100, 100]
-    assert roof.floor_ms(flops=1e12, bytes=1e9) == pytest.approx(10)  # arithmetic
-    assert roof.floor_ms(flops=1e9, bytes=1e10) == pytest.approx(10)  # memory
 
 
 @pytest.fixture
@@ -138,6 +128,5 @@ def test_measured_operation_rotates_cold_inputs(on_cpu):
         made.append(0)
         return lambda: None
 
-    timing = measure_operation(Operation("nothing", "", "fp32", 1, COLD_BYTES["cpu"] / 3, make))
+    measure_operation(Operation("nothing", "", "fp32", 1, COLD_BYTES["cpu"] / 3, make))
     assert len(made) == 3
-    assert timing.alone_ms == timing.called_ms

@@ -140,8 +140,7 @@ def test_where_host_and_device_take_turns_any_share_tells():
     """Three milliseconds of four are the operators' own: the fourth is the host's."""
     events = [op("aten::mm", 0, 1500), op("aten::mul", 1500, 3000)]
     assert learnt(events, 4.0).of("") == pytest.approx(0.5, rel=1e-3)
-    with pytest.raises(ValueError, match="3.0 ms together.* 2.5 ms: other programs"):
-        learnt(events, 2.5)
+    assert learnt(events, 2.5).of("") == pytest.approx(0, abs=1e-6)  # they were interrupted
 
 
 # Other cards

@@ -7,11 +7,9 @@ import json
 import random
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.profiler import record_function
-from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, python
+from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, Training, call, copy, kernel, mark, op, python
 
 from labutils.profiling.call_stacks import Frame, Slice, enclosing, own_time
 from labutils.profiling.intervals import total
@@ -298,41 +296,18 @@ def test_stacks_against_looking_at_every_slice(pieces, moments):
 # The real profiler
 
 
-class Training:
-    """A training loop in small, marked as the course's is."""
-
-    def __init__(self):
-        self.layer = torch.nn.Linear(8, 8)
-        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
-
-    def step(self):
-        with record_function("data"):
-            batch = torch.randn(4, 8)
-        with record_function("forward"):
-            loss = self.layer(batch).square().mean()
-        with record_function("backward"):
-            loss.backward()
-        with record_function("optimizer"):
-            self.optimizer.step()
-        with record_function("log"):
-            self.log(loss)
-
-    def log(self, loss):
-        return loss.item()
-
-
 def test_a_real_trace_knows_its_steps_its_phases_and_who_read_a_value(tmp_path):
-    trace = profile(Training(), steps=5, folder=tmp_path)  # article A1's schedule
+    trace = profile(Training("cpu"), steps=5, folder=tmp_path)  # article A1's schedule
     assert trace.steps == trace.metrics()["traced_steps"] == 5
     assert list(tmp_path.glob("*.pt.trace.json")) == [trace.path]
     rows = trace.host_breakdown()
     counted = [name for name, row in rows.items() if row["count"] == 1]
-    assert counted == ["data", "forward", "backward", "optimizer", "log"]
+    assert counted == ["to_device", "forward", "backward", "clip", "optimizer", "log"]
     assert sum(row["ms"] for row in rows.values()) * 5 == pytest.approx(trace.wall_ms)
     (row,) = (r for r in trace.sync_table(trace.host_reads()) if r["phase"] == "log")
-    assert row["where"] == "test_trace.py: log"
-    assert row["line"] == Training.log.__code__.co_firstlineno
-    assert (row["builtin"], row["cause"], row["per_step"]) == ("Tensor.item", "aten::item", 1.0)
+    assert row["where"] == "traces.py: step"
+    assert row["line"] == Training.step.__code__.co_firstlineno
+    assert (row["builtin"], row["cause"], row["per_step"]) == ("Tensor.item", "aten::item", 2.0)
     assert {"GEMM", "reduction"} <= set(trace.categories())
 
 

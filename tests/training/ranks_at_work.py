@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "ddp, each": ("sd15-lora", SD.but(synchronise="each", **FOUR)),
     "ddp, buckets": (
         "sd15-lora",
-        SD.but(bucket_cap_mb=1, gradient_as_bucket_view=True, static_graph=True, **WHOLE),
+        SD.but(bucket_cap_mb=1, **WHOLE),
     ),
     "ddp, workers": ("sd15-lora", SD.but(cache="nothing", num_workers=1, persistent_workers=True)),
     "ddp, folded": ("sd15-lora", SD.but(adapter="folded")),
@@ -131,6 +131,14 @@ def copied(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [tensor.clone() for tensor in distributed.whole_parameters(parameters)]
 
 
+def break_off_twice(workload: Any, folder: Path) -> None:
+    """Two steps and a checkpoint, and both once more from there: weights are cut all the time."""
+    for steps in (2, 4):
+        hooks = {"on_model": perturbed, "dataset": encoded_once(workload)}
+        with Trainer(workload, SD.but(**FSDP), folder, resume=steps > 2, **hooks) as running:
+            running.run(steps, checkpoint_every=2)
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     me = distributed.here()
@@ -140,6 +148,7 @@ def main(folder: Path) -> None:
         found = train(workload, recipe)
         if me.rank == 0:
             torch.save(found, folder / f"{case}.pt")
+    break_off_twice(workloads["sd15-lora"], folder)
     distributed.leave()
 
 

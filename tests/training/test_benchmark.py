@@ -8,21 +8,18 @@ import weakref
 
 import pytest
 import torch
-from recipes_at_work import PLAIN, one_thread, sd_workload
+from recipes_at_work import PLAIN, sd_workload
 from torch import nn
 
 from labutils.profiling.roofline import Roofline
-from labutils.recipe import STOCK, Recipe
+from labutils.recipe import Recipe
 from labutils.results.records import Results, summarise
 from labutils.training import Benchmark, Trainer, benchmark, compare, train, trainer
 
 QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
@@ -203,12 +200,6 @@ def test_a_round_in_which_something_was_compiled_is_taken_again(
         assert candidate.trainer.step_count - before == rounds
 
 
-def test_steps_that_find_batches_ready_are_those_of_one_rank():
-    recipe = STOCK.but(num_workers=2, prefetch_factor=2, accumulation=8)
-    assert [benchmark.steps_to_drain(recipe, ranks) for ranks in (1, 2, 8)] == [2, 2, 5]
-    assert benchmark.steps_to_drain(recipe.but(num_workers=0)) == 1
-
-
 def test_what_a_library_compiles_is_noticed():
     import torch._dynamo
 
@@ -217,21 +208,10 @@ def test_what_a_library_compiles_is_noticed():
     assert benchmark.graphs_so_far() == before + 1
 
 
-@pytest.mark.parametrize(
-    ("before", "built", "held", "peak", "own"),
-    [
-        (15.0, 15.1, 15.1, 33.1, 33.1),  # all frozen weights were, the adapters weren't
-        (15.0, 19.1, 5.1, 25.0, 11.0),  # 1 GB is shared, the rest held anew in four bits
-        (20.0, 35.1, 15.1, 53.0, 33.0),  # others' memory, nothing shared
-    ],
-)
-def test_a_trainers_own_peak_counts_what_it_shares_once(before, built, held, peak, own):
-    assert benchmark.own_peak(peak, before, built, held) == pytest.approx(own)
-
-
-def test_the_same_batches_are_timed_in_every_round(workload):
-    seen = []
-    after_step = lambda trainer: seen.append(trainer.batches.taken)
-    with Benchmark(workload, warmup=0, same_batches=True, after_step=after_step) as bench:
+def test_the_same_batches_are_timed_in_every_round(workload, monkeypatch):
+    seen, step = [], Trainer.step
+    watching = lambda trainer: (step(trainer), seen.append(trainer.batches.taken))
+    monkeypatch.setattr(Trainer, "step", watching)
+    with Benchmark(workload, warmup=0, same_batches=True) as bench:
         bench.compare({"one": QUICK}, steps=2, rounds=2)
     assert seen[1:4] == seen[4:7]

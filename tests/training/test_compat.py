@@ -58,6 +58,14 @@ def test_inductor_asks_the_compiler_where_it_did(monkeypatch):
 
 
 @pytest.mark.gpu
+def test_cublas_gives_its_workspaces_back():
+    one = torch.ones(64, 64, device="cuda")
+    held = (one @ one, torch.cuda.memory_allocated())[1]
+    compat.release_workspaces()
+    assert torch.cuda.memory_allocated() < held
+
+
+@pytest.mark.gpu
 def test_the_allocators_history_has_its_events():
     compat.record_memory_history()
     kept = torch.ones(2**20, device="cuda")

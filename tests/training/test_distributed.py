@@ -12,19 +12,15 @@ from pathlib import Path
 import pytest
 import ranks_at_work
 import torch
-from ranks_at_work import CASES, opened, perturbed
-from recipes_at_work import one_thread
+from ranks_at_work import CASES, SD, opened, perturbed
 
 from labutils.recipe import STOCK
-from labutils.training import distributed
+from labutils.training import Trainer, distributed
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +86,16 @@ def test_gradients_are_those_of_one_large_batch(case, on_two_ranks, workloads):
     found = torch.load(on_two_ranks / f"{case}.pt")["gradients"][0]
     for mine, other in zip(found, expected, strict=True):
         assert (mine - other).abs().max() <= 1e-4 * other.abs().max()
+
+
+def test_one_process_goes_on_where_ranks_that_cut_the_weights_broke_off(on_two_ranks, workloads):
+    workload = workloads["sd15-lora"]
+    undisturbed = ranks_at_work.train(workload, SD, steps=6)["losses"]
+    with Trainer(workload, SD, on_two_ranks, resume=True) as trainer:
+        assert trainer.step_count == 4
+        trainer.run(6)
+        trainer.driver.log.flush()
+        assert trainer.losses == pytest.approx(undisturbed[4:], rel=1e-4)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The trainer: its data, its hooks, its frozen weights, and what it refuses."""
+"""The trainer: its data, its frozen weights, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from recipes_at_work import PLAIN, copied, one_thread, sd_workload
+from recipes_at_work import PLAIN, copied, sd_workload
 
 from labutils.data.loader import EpochOrder, EveryNth
 from labutils.layers.lora import adapter_state
@@ -15,11 +15,7 @@ from labutils.training import Trainer
 from labutils.training.batches import Batches
 from labutils.training.step import GraphStep
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +63,7 @@ def test_ranks_share_the_order_of_one_process(count):
     assert next(of(count - 1, count, taken=12)).tolist() == expected[12 + count - 1]
 
 
-# ------------------------------------------------------------------------------ model and hooks
-
-
-def test_hooks_take_the_place_of_the_workloads_own(workload):
-    built = []
-
-    def build(recipe):
-        built.append(workload.build(recipe))
-        return built[-1]
-
-    def zero(model):
-        assert model is built[0]
-        with torch.no_grad():
-            for matrix in adapter_state(model.unet).values():
-                matrix.zero_()
-
-    rows = workload.dataset(None, PLAIN)
-    with Trainer(
-        workload, PLAIN, build=build, on_model=zero, dataset=lambda model, recipe: rows
-    ) as trainer:
-        assert trainer.model is built[0] and trainer.dataset is rows
-        assert not any(matrix.any() for matrix in adapter_state(trainer.model.unet).values())
-        trainer.run(1)
+# ------------------------------------------------------------------------------ the model
 
 
 def test_frozen_weights_are_held_once(workload):

@@ -4,6 +4,8 @@ its place.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from labutils.labs.lab07_qlora import UNSLOTH
@@ -66,8 +68,10 @@ def test_one_process_does_the_jobs_and_what_was_done_before_its_end_is_kept(
         "b": Job(workload, packed, 1, {"method": "b"}),
         "c": Job(workload, packed, 1, {"method": "c"}),
     }
-    runs = train_with_unsloth(jobs, load, tmp_path)
+    done = []
+    runs = train_with_unsloth(jobs, load, tmp_path, meanwhile=lambda: done.append(time.time()))
     a, b, c = runs.values()
+    assert len(done) == 1
     assert a.ok and b.ok and [run.tags["method"] for run in (a, b, c)] == ["a", "b", "c"]
     assert "first_step_s" in a.metrics and "first_step_s" not in b.metrics
     assert a.metrics["loss"][0] == pytest.approx(6.93, abs=0.3)

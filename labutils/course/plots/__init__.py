@@ -27,7 +27,7 @@ from labutils.course.plots.palette import (
     TEAL,
     VERDICT_MARKS,
 )
-from labutils.course.plots.runs import differences, ladder, steps, sweep, utilisation
+from labutils.course.plots.runs import frontier, ladder, sweep, utilisation
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
 from labutils.course.plots.series import (
     curves,

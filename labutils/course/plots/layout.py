@@ -43,12 +43,6 @@ def spread(run: Run, metric: str) -> Spread | None:
     return None if value is None else (value, value, value)
 
 
-def status(run: Run) -> str:
-    """Why a run has nothing to draw, on one short line."""
-    text = "not measured" if run.ok else run.status
-    return text if len(text) <= 60 else text[:59] + "…"
-
-
 def axis_label(metric: str) -> str:
     """An axis label for a metric in milliseconds."""
     return AXIS_LABELS.get(metric) or heading(metric)
@@ -57,11 +51,6 @@ def axis_label(metric: str) -> str:
 def xy(points: Mapping[float, float]) -> tuple[list[float], list[float]]:
     """Two columns of a mapping of points, as matplotlib takes them."""
     return list(points), list(points.values())
-
-
-def jitter(count: int) -> list[float]:
-    """Small vertical offsets that spread dots out, the same each time."""
-    return [0.22 * ((i * 0.618034) % 1 * 2 - 1) for i in range(count)]
 
 
 def rows(ax: Axes, labels: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
-"""Runs side by side: their steps, a sweep, a ladder of rungs, differences, utilisation."""
+"""Runs side by side: a sweep, a ladder of rungs, speed over memory, utilisation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import cycle
 from operator import truediv
 from typing import TYPE_CHECKING, Any
 
@@ -18,42 +19,12 @@ from labutils.course.plots.palette import (
     PURPLE,
     RUST,
 )
-from labutils.course.tables import cell
+from labutils.course.tables import cell, heading
 from labutils.results.effects import NotTestable, effect
 from labutils.results.records import LANES, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-
-def steps(ax: Axes, runs: Mapping[str, Run], metric: str = "step_ms") -> Axes:
-    """One row a run: a dot a sample, a bar from p10 to p90, a line at the median with its number.
-
-    A run without the metric gets a row that says why. `metric` is a time in milliseconds.
-    """
-    layout.make_room(ax, len(runs), per_row=0.42)
-    spreads = [layout.spread(run, metric) for run in runs.values()]
-    samples = [run.samples.get(metric, []) for run in runs.values()]
-    ends = [
-        max([spread[2], *dots]) for spread, dots in zip(spreads, samples, strict=True) if spread
-    ]
-    widest = max(ends, default=1.0)
-    for row, run in enumerate(runs.values()):
-        if spreads[row] is None:
-            look = {"color": GREY, "style": "italic"}
-            layout.number(ax, layout.status(run), 0.02 * widest, row, dots=0, **look)
-            continue
-        low, median, high = spreads[row]
-        ax.barh(row, high - low, 0.55, left=low, color=MIST, edgecolor=INK, linewidth=0.8, zorder=2)
-        heights = [row + offset for offset in layout.jitter(len(samples[row]))]
-        ax.scatter(samples[row], heights, s=9, color=NAVY, alpha=0.6, linewidth=0, zorder=3)
-        ax.vlines(median, row - 0.34, row + 0.34, color=RUST, linewidth=2.4, zorder=4)
-        end = max([high, *samples[row]])
-        layout.number(ax, f"{cell(median)} ms", end, row)
-    layout.rows(ax, list(runs))
-    ax.set_xlim(0, 1.22 * widest)
-    ax.set_xlabel(f"{layout.axis_label(metric)} (line: median, bar: p10-p90, dots: samples)")
-    return ax
 
 
 def sweep(
@@ -198,22 +169,30 @@ def _draw_lanes(ax: Axes, steps: Sequence[Run], heights: Sequence[float], floor:
             layout.number(ax, f"floor {cell(floors[-1][0])} ms", floors[0][0], top, -4, color=RUST)
 
 
-def differences(
+def frontier(
     ax: Axes,
-    series: Mapping[str, Sequence[float]],
-    band: tuple[float, float],
-    band_label: str,
-    xlabel: str,
+    runs: Iterable[Run],
+    kind: Callable[[Run], str],
+    metrics: tuple[str, str] = ("peak_allocated_gb", "useful_tokens_per_s"),
 ) -> Axes:
-    """One row a name, a dot a difference, and behind them the `band` that they are held against."""
-    layout.make_room(ax, len(series), per_row=0.36)
-    ax.axvspan(*band, color=MIST, label=band_label, zorder=1)
-    ax.axvline(0, color=INK, linestyle="-", linewidth=0.8, zorder=2)
-    for row, values in enumerate(series.values()):
-        heights = [row + 0.4 * offset for offset in layout.jitter(len(values))]
-        ax.scatter(values, heights, s=26, color=NAVY, linewidth=0, zorder=3)
-    layout.rows(ax, list(series))
-    ax.set_xlabel(xlabel)
+    """What runs reach over what they take, the two `metrics`: a named point a run, with a mark for
+    each `kind`. The x axis is logarithmic; runs without both metrics are left out."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    by_kind: dict[str, list[tuple[float, float, str]]] = {}
+    for run in runs:
+        if run.ok and all(map(run.metric, metrics)):
+            by_kind.setdefault(kind(run), []).append((*map(run.metric, metrics), run.run))
+    for (name, points), mark in zip(by_kind.items(), cycle("sDov^"), strict=False):
+        x, y, _ = zip(*sorted(points), strict=True)
+        ax.plot(x, y, mark, label=name)
+    every = sorted(point for points in by_kind.values() for point in points)
+    for (x, y, name), lower in zip(every, cycle((5, -11, 14, -20)), strict=False):
+        ax.annotate(name, (x, y), (6, lower), textcoords="offset points", fontsize=7)
+    ax.set(xscale="log", ylim=(0, None), xlabel=heading(metrics[0]), ylabel=heading(metrics[1]))
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
     layout.legend(ax)
     return ax
 

@@ -18,7 +18,6 @@ from labutils.course.plots.palette import (
     PURPLE,
     RUST,
     TEAL,
-    Fill,
 )
 from labutils.results.records import summarise
 
@@ -139,7 +138,6 @@ def grouped(
     ax: Axes,
     values: Mapping[str, Mapping[Any, float | Sequence[float]]],
     ylabel: str,
-    fills: Sequence[Fill] = FILLS,
 ) -> Axes:
     """Upright bars in groups: name -> group -> a number, or samples (median and p10-p90).
 
@@ -150,7 +148,7 @@ def grouped(
         at = [group + _shift(place, len(values)) for group in range(len(groups))]
         spreads = [layout.spread_of(summarise(np.atleast_1d(by_group[group]))) for group in groups]
         low, median, high = np.transpose(spreads)
-        look = layout.look(fills[place]) | {"label": name}
+        look = layout.look(FILLS[place]) | {"label": name}
         ax.bar(at, median, 0.74 / len(values), **look)
         ax.vlines(at, low, high, color=RUST, linewidth=2, zorder=3)
     ax.set_xticks(range(len(groups)), groups)

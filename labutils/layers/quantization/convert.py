@@ -11,7 +11,6 @@ What each kind holds for a weight of n parameters, and multiplies with:
 - fp8-frozen: n bytes, FP8, a scale a row, from the row itself (`fp8_linear`).
 - fp8-te: 2n bytes, and 2n more while it runs; FP8, a scale a tensor, from its history: Transformer
   Engine as in article A2. Each pass makes an FP8 copy of the weight and that copy's transpose.
-- fp8-torchao: 2n bytes; FP8, a scale a row, quantised anew each pass.
 - nf4: 0.52 n bytes, unpacked to the compute dtype before each product (QLoRA), by bitsandbytes.
 - nf4-frozen: the same bytes, unpacked by operations that a compiler sees (`nf4_linear`).
 - nf4-fp8: the same bytes, unpacked to FP8 with a scale a row, and multiplied as fp8-frozen does.
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
@@ -50,7 +50,6 @@ model's own.
 PRODUCTS = {
     "fp8-frozen": "fp8_rowwise",
     "nf4-fp8": "fp8_rowwise",
-    "fp8-torchao": "fp8_rowwise",
     "fp8-te": "fp8",
 }
 """Kind -> what its products are multiplied as, where that isn't the recipe's precision
@@ -85,8 +84,8 @@ def convert_base(
     A name may be an adapted layer's: its base is then meant. So adapters of kind "peft" and "plain"
     stay what they are. `compute_dtype` is what "nf4" multiplies in and "fp8-te" keeps weights in.
     Layer after layer is converted and its old weight let go, so that no more than one is held
-    twice; what others hold (another model around the same weights) stays in memory. "fp8-te" and
-    "fp8-torchao" keep the old weights by design.
+    twice; what others hold (another model around the same weights) stays in memory. "fp8-te" keeps
+    the old weights by design.
 
     Raises `Unavailable` where a library or the GPU is missing, `ValueError` for a kind or layer
     that doesn't go, `AttributeError` for a name of no layer; nothing is changed then.
@@ -128,18 +127,15 @@ def forward_context(kind: str) -> AbstractContextManager:
     from transformer_engine.common.recipe import DelayedScaling, Format
 
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
-    if hasattr(te, "autocast"):
-        return te.autocast(enabled=True, recipe=recipe)
-    return te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+    return te.autocast(enabled=True, recipe=recipe)
 
 
 def forget_scales() -> None:
     """Begin anew with what Transformer Engine knows of AMAX values: it keeps those of every layer
-    that the process has ever had, and renews the scales of all of them in each step."""
-    transformer_engine()
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    FP8GlobalStateManager.reset()
+    that the process has ever had, and renews the scales of all of them in each step. Where it was
+    not imported, it knows nothing."""
+    if known := sys.modules.get("transformer_engine.pytorch.quantization"):
+        known.FP8GlobalStateManager.reset()
 
 
 def recomputing(kind: str) -> Callable[..., Any]:
@@ -180,14 +176,6 @@ def _transformer_engine(compute_dtype: torch.dtype) -> Make:
     return make
 
 
-def _torchao(compute_dtype: torch.dtype) -> Make:
-    _require_fp8_gpu("torchao's Float8Linear")
-    with _installed_by("make torchao", "torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    return lambda linear: convert_to_float8_training(linear, config=config)
-
-
 def _bitsandbytes(compute_dtype: torch.dtype) -> Make:
     with _installed_by("make install", "bitsandbytes"):
         from bitsandbytes.nn import Linear4bit, Params4bit
@@ -210,7 +198,6 @@ def _bitsandbytes(compute_dtype: torch.dtype) -> Make:
 MAKERS: dict[str, Callable[[torch.dtype], Make]] = {
     "fp8-frozen": lambda compute_dtype: FrozenFP8Linear.from_linear,
     "fp8-te": _transformer_engine,
-    "fp8-torchao": _torchao,
     "nf4": _bitsandbytes,
     "nf4-frozen": lambda compute_dtype: FrozenNF4Linear.from_linear,
     "nf4-fp8": lambda compute_dtype: FrozenNF4FP8Linear.from_linear,

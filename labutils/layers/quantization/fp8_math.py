@@ -84,12 +84,9 @@ def amax(x: Tensor, granularity: str = "tensor") -> Tensor:
     return magnitude.amax() if granularity == "tensor" else magnitude.amax(dim=-1, keepdim=True)
 
 
-def scale_for(largest: Tensor, fmt: Format = E4M3, margin: int = 0) -> Tensor:
-    """S = (format's largest number / AMAX) / 2^margin in float32; 1 for a tensor of zeros.
-
-    A margin leaves the upper `margin` exponents free for values that grow.
-    """
-    scale = fmt.largest / largest.float().clamp(min=SMALLEST_AMAX) / 2**margin
+def scale_for(largest: Tensor, fmt: Format = E4M3) -> Tensor:
+    """S = format's largest number / AMAX in float32; 1 for a tensor of zeros."""
+    scale = fmt.largest / largest.float().clamp(min=SMALLEST_AMAX)
     return torch.where(largest == 0, torch.ones_like(scale), scale)
 
 
@@ -130,17 +127,17 @@ class DelayedScaling:
     once.
 
     As Transformer Engine's DelayedScaling recipe: S starts at 1; each call casts with the S that
-    stands, records the tensor's AMAX, and sets S = (largest / amax of the history) / 2^margin for
-    the next call. An AMAX of zero, NaN or infinity leaves S as it is.
+    stands, records the tensor's AMAX, and sets S = largest / amax of the history for the next call.
+    An AMAX of zero, NaN or infinity leaves S as it is.
     """
 
-    def __init__(self, history_length: int = 1024, margin: int = 0, fmt: Format = E4M3) -> None:
-        self.history_length, self.margin, self.fmt = history_length, margin, fmt
+    def __init__(self, history_length: int = 1024) -> None:
+        self.history_length = history_length
         self.history: list[Tensor] = []  # oldest first
         self.scale = torch.tensor(1.0)
 
     def __call__(self, x: Tensor) -> Quantised:
-        values = saturating_cast(x.float() * self.scale, self.fmt)
+        values = saturating_cast(x.float() * self.scale)
         quantised = Quantised(values, 1 / self.scale, x.shape)
         self.record(amax(x))
         return quantised
@@ -150,7 +147,7 @@ class DelayedScaling:
         self.history = [*self.history, largest][-self.history_length :]
         chosen = torch.stack(self.history).max()
         if chosen.isfinite() and chosen > 0:
-            scale = self.fmt.largest / 2**self.margin / chosen
+            scale = E4M3.largest / chosen
             self.scale = scale.clamp(max=torch.finfo(torch.float32).max)
 
 

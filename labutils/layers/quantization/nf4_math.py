@@ -202,14 +202,9 @@ class DoublyQuantised:
         return self.differences.restored() + self.offset
 
 
-def double_quantise(absmax: Tensor, group: int = GROUP) -> DoublyQuantised:
+def double_quantise(absmax: Tensor) -> DoublyQuantised:
     """Constants (float32 [blocks]) in the dynamic 8-bit format, less their mean: so its signs are
     made use of.
     """
     offset = absmax.mean() if absmax.numel() else absmax.new_zeros(())
-    return DoublyQuantised(quantise_to(dynamic_levels(), absmax - offset, group), offset)
-
-
-def doubled_constant_bits(block: int = BLOCK, group: int = GROUP) -> float:
-    """Bits a parameter that doubly quantised constants take: 8/64 + 32/(64 x 256) = 0.127."""
-    return 8 / block + 32 / (block * group)
+    return DoublyQuantised(quantise_to(dynamic_levels(), absmax - offset, GROUP), offset)

@@ -103,12 +103,9 @@ def articles() -> dict[str, Article]:
     return {article.key: article for article, _ in map(_load, _files())}
 
 
-def load_claims(article: str | None = None, lab: str | None = None) -> dict[str, Claim]:
-    """Id -> claim in the order of the articles: all, those of one `article` ("A1"), or of one
-    `lab` ("03").
-    """
-    every = (claim for path in _files() for claim in _load(path)[1])
-    return {c.id: c for c in every if article in (None, c.article) and lab in (None, c.lab)}
+def load_claims() -> dict[str, Claim]:
+    """Id -> claim in the order of the articles."""
+    return {claim.id: claim for path in _files() for claim in _load(path)[1]}
 
 
 def claim(id: str) -> Claim:

@@ -27,7 +27,6 @@ EXTRAS = {
     "nvitop": ("Lab 02 reads the GPU's utilization through it.", "make install"),
     "triton": ("torch.compile makes its GPU kernels with it.", "make install"),
     "transformer_engine.pytorch": ("It has FP8 layers.", "make te"),
-    "torchao.float8": ("Lab 05 compares its FP8 layers.", "make torchao"),
     "unsloth": ("It is another way to QLoRA.", "make unsloth"),
     "xformers": ("No lab needs it.", "pip uninstall xformers"),
 }

@@ -2,8 +2,9 @@
 
     handouts.main(Path("results/course"), out=None)
 
-Each lab becomes a notebook, an HTML page and a PDF, and all of them one PDF of the course, in two
-editions: `student/` without the solutions, `instructor/` with them. Nothing is measured and nothing
+Each lab becomes a notebook, an HTML page and a PDF, and all of them one PDF of the course, in three
+editions: `worksheet/` with the questions, the predictions and the exercises, `student/` with the
+results and without the solutions, `instructor/` with both. Nothing is measured and nothing
 fetched here: a page says what its notebook says, and its first lines say when, where and with what
 that was found.
 """
@@ -153,6 +154,7 @@ def _chapter(path: Path, known: Records, edition: str) -> Chapter:
     if lab.is_file() and (count := cells_of_an_older_edition(notebook, nbformat.read(lab, 4))):
         older = f"an older edition: {count} cells of the lab as it stands are not in it"
         facts.setdefault("mind", older)
+    facts = {} if edition == editions.WORKSHEET else facts  # it shows no result
     return Chapter(path.stem, edition, editions.edition_of(notebook, edition), facts, at)
 
 

@@ -24,8 +24,10 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
+from labutils.results.records import REPOSITORY
 from labutils.tools.pages import (
     COURSE,
+    MARKDOWN,
     MEMORY_LIMIT,
     TIME_LIMIT_S,
     as_html,
@@ -37,7 +39,9 @@ from labutils.tools.pages import (
 HERE = Path(__file__).parent
 READ = "ipynb-raw_html-smart-pandoc_title_block"
 FILTER = f"--lua-filter={HERE / 'notebook.lua'}"
+GLOSSARY = REPOSITORY / "docs" / "glossary.md"
 EDITION_TITLES = {
+    "worksheet": "Worksheet",
     "student": "Student edition",
     "instructor": "Instructor’s edition, with solutions",
     "executed": "As it was executed",
@@ -92,16 +96,21 @@ def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
 
 
 def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> None:
-    """Write all chapters, given with their texts in Typst's language, as one PDF. Raises
-    `RuntimeError`."""
+    """Write all chapters, given with their texts in Typst's language, and the glossary as one PDF.
+    Raises `RuntimeError`."""
+
     words = _named(COURSE, chapters[0][0].edition)
     rows = []
     for one, _ in chapters:
         cells = [one.title, *(one.facts.get(name, "") for name in COVER)]
-        rows.append(f"({', '.join(map(_quoted, cells))})")
+        rows.append(f"({', '.join(map(_quoted, cells))}),")
+    measured = any(one.facts for one, _ in chapters)
     opening = f"#show: handout.with({words}, whole: true)"
-    cover = f"#cover({words}, labs: ({', '.join(rows)},))"
-    text = "\n\n".join([opening, cover, *(text for _, text in chapters)])
+    cover = f"#cover({words}, labs: ({' '.join(rows) if measured else ''}))"
+    entries = re.sub(r"^### (.+)\n\n", r"**\1.** ", GLOSSARY.read_text("utf-8"), flags=re.M)
+    title, _, entries = pandoc(entries, MARKDOWN, "typst", []).partition("\n\n")
+    glossary = f"{title}\n\n#glossary-part[{entries}]"
+    text = "\n\n".join([opening, cover, *(text for _, text in chapters), glossary])
     _set(text, scratch, target / "course.pdf", max(one.at for one, _ in chapters), len(chapters))
 
 
@@ -130,11 +139,12 @@ def _with_facts(chapter: Chapter) -> NotebookNode:
     for name, words in chapter.facts.items():
         escaped = re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
         rows += [f"| **{name}** | {escaped} |"] if words else []
-    box = new_markdown_cell("\n".join(rows), metadata={"tags": ["facts"]})
-    title = new_markdown_cell()
-    if notebook.cells:
-        title.source, _, notebook.cells[0].source = notebook.cells[0].source.partition("\n")
-    notebook.cells = [title, box, *notebook.cells]
+    if chapter.facts:
+        box = new_markdown_cell("\n".join(rows), metadata={"tags": ["facts"]})
+        title = new_markdown_cell()
+        if notebook.cells:
+            title.source, _, notebook.cells[0].source = notebook.cells[0].source.partition("\n")
+        notebook.cells = [title, box, *notebook.cells]
     for place, cell in enumerate(notebook.cells):  # attachments are named after their cell
         cell.id = f"{chapter.stem[:2]}-{place}"
     return notebook

@@ -1,4 +1,5 @@
-"""The editions of an executed notebook: the instructor's with solutions, the student's without.
+"""The editions of an executed notebook: a worksheet without results, for the session; the student's
+without solutions, for afterwards; the instructor's with them.
 
 What isn't known to be clean is left out. Of metadata only the tags stay, of outputs only text,
 Markdown and pictures: papermill's traces, widgets, warnings and the machine's paths go.
@@ -6,6 +7,7 @@ Markdown and pictures: papermill's traces, widgets, warnings and the machine's p
 
 from __future__ import annotations
 
+import ast
 import base64
 import binascii
 import re
@@ -13,9 +15,11 @@ import re
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-STUDENT, INSTRUCTOR = EDITIONS = ("student", "instructor")
+WORKSHEET, STUDENT, INSTRUCTOR = EDITIONS = ("worksheet", "student", "instructor")
 EXECUTED = "executed"
 """What nobody gives out: a lab as it was executed, to be read where it was."""
+ASKING = ("# ", "## ", "**Question.**", "**Your prediction", "**Prediction")
+"""How the paragraphs of a lab begin that a worksheet has."""
 SIGNATURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
 MOST_LETTERS = 100_000
 """Of an output; the rest of what a cell printed is left out."""
@@ -33,6 +37,8 @@ _PATHS = re.compile(
 def edition_of(executed: NotebookNode, edition: str) -> NotebookNode:
     """`executed` as `edition` is to have it. The student's has no solutions, and no outputs from
     the first solution on: later cells may tell what a solution found."""
+    if edition == WORKSHEET:
+        return _notebook(_asked(executed.cells))
     cells, solved = [], False
     for place, cell in enumerate(executed.cells):
         tags = list(cell.metadata.get("tags", []))
@@ -51,8 +57,51 @@ def edition_of(executed: NotebookNode, edition: str) -> NotebookNode:
             }
             more = {"attachments": pictures} if pictures else {}
             cells.append(new_markdown_cell(cell.source, **shared, **more))
+    return _notebook(cells)
+
+
+def _notebook(cells: list[NotebookNode]) -> NotebookNode:
     kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
     return new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+def _asked(cells: list[NotebookNode]) -> list[NotebookNode]:
+    """A worksheet's cells: the lab's aims, each section's question, each prediction and each
+    exercise as given, with room to write. No result, and no code that only measures."""
+    first, *others = cells or [new_markdown_cell()]
+    asked, exercises = [new_markdown_cell(first.source.partition("\n|")[0].strip())], False
+    for cell in others:
+        tags = cell.metadata.get("tags", [])
+        if "solution" in tags:
+            continue
+        if cell.cell_type == "code":
+            asked += [_room("prediction", f"My prediction of *{it}*:") for it in _predicted(cell)]
+            if "exercise" in tags:
+                asked += [new_code_cell(cell.source, metadata={"tags": ["exercise"]})]
+                asked += [_room("lines", "My notes:")]
+            continue
+        heading = cell.source.startswith("## ")
+        exercises = cell.source.startswith("## Exercises") if heading else exercises
+        paragraphs = cell.source.split("\n\n")
+        kept = paragraphs if exercises else [p for p in paragraphs if p.startswith(ASKING)]
+        if any(not p.startswith("#") for p in kept):  # a heading alone asks nothing
+            asked += [new_markdown_cell("\n\n".join(kept))]
+            asked += [_room("lines", "My answer:")] if "**Question.**" in cell.source else []
+    return asked
+
+
+def _room(kind: str, words: str) -> NotebookNode:
+    return new_markdown_cell(words, metadata={"tags": [kind]})
+
+
+def _predicted(cell: NotebookNode) -> list[str]:
+    """What the calls of `lab.predict` in a cell ask for."""
+    try:
+        calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+    except SyntaxError:
+        return []
+    named = [c for c in calls if ast.unparse(c.func) == "lab.predict" and c.args]
+    return [c.args[0].value for c in named if isinstance(c.args[0], ast.Constant)]
 
 
 def sanitised(text: str) -> str:

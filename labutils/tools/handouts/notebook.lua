@@ -37,7 +37,7 @@ local function cell(div)
       blocks:insert(block)
     end
   end
-  for _, kind in ipairs{'solution', 'facts'} do
+  for _, kind in ipairs{'solution', 'facts', 'prediction', 'lines'} do
     if tags:find('"' .. kind .. '"') then return pandoc.Blocks{part(kind, blocks)} end
   end
   return blocks

@@ -55,17 +55,38 @@ def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outc
         first = quote(page.name if page.is_file() else path.name)
         last = f"[notebook](notebooks/{quote(path.name)})"
         rows.append([f"[{title}](notebooks/{first})", *cells, last])
-    report = shlex.join(["labutils", "report", "--results", short(folder)])
+    where = ["--results", short(folder)]
+    report = shlex.join(["labutils", "report", *where])
+    first = [row[0] for path, row in zip(executed, rows, strict=True) if path.stem[:2] == "12"]
+    pictures = [_last_picture(path) for path in executed if path.stem[:2] == "04"]
     parts = [
         f"# Results: {folder.name}",
-        f"Verdicts with their reasons come from `{report}`. [results.jsonl](results.jsonl) holds "
+        *(f"Begin with {link}: every claim's verdict, and your predictions." for link in first),
+        f"`{report}` prints the verdicts with their reasons. [results.jsonl](results.jsonl) holds "
         "every run, one a line.",
-        table(("lab", "status", "seconds", "scale", ""), rows),
     ]
     troubles = [outcome.message for outcome in outcomes if outcome.message]
-    parts += ["## What went wrong"] * bool(troubles)
-    parts += ["\n    " + textwrap.indent(words, "    ") for words in troubles]
+    if troubles:
+        again = shlex.join(["labutils", "run", *where])
+        parts += ["## What went wrong"]
+        parts += ["\n    " + textwrap.indent(words, "    ") for words in troubles]
+        parts += [f"When that is mended: `{again}` runs what is not done yet."]
+    parts += ["## Labs", table(("lab", "status", "seconds", "scale", ""), rows)]
+    parts += [f"## The ladder of lab 04\n\n![]({uri})" for uri in pictures if uri]
     return "\n\n".join(parts)
+
+
+def _last_picture(path: Path) -> str:
+    """The address, picture and all, of the last figure of an executed notebook; "" without one."""
+    try:
+        cells = nbformat.read(path, as_version=4).cells
+        outputs = [output for cell in cells for output in cell.get("outputs", [])]
+        pictures = [
+            output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})
+        ]
+    except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
+        return ""
+    return f"data:image/png;base64,{''.join(pictures[-1].split())}" if pictures else ""
 
 
 def _read(path: Path) -> tuple[str, str, str, str]:

@@ -32,8 +32,8 @@
 # | GPU memory as needed | always: a caching allocator | `set_memory_growth(gpu, True)`; by default nearly all at once |
 # | compiling | `torch.compile` | `tf.function(jit_compile=True)` (XLA) |
 #
-# It needs TensorFlow (`pip install tensorflow`, in an environment of its own, as it wants other CUDA libraries than PyTorch)
-# and takes a minute.
+# It needs TensorFlow, which is none of the course's libraries: `pip install tensorflow` in an environment of its own, as it
+# wants other CUDA libraries than PyTorch. It takes a minute.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -47,21 +47,37 @@ from labutils.course.lab import open_lab
 lab = open_lab("10", globals())
 
 # %%
+import os
+import subprocess
+import sys
+import time
 from functools import partial
 
 import matplotlib.pyplot as plt
 
 from labutils.course import plots
 from labutils.data import generated_images
-from labutils.labs.optional_tensorflow import (
-    growth_run,
-    run_of,
-    step_ms,
-    tensorflow,
-)
+from labutils.recipe import Unavailable
+from labutils.results.records import Run, summarise
 
 plots.use_style()
 tiny = lab.scale == "tiny"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # it would tell how it was built
+
+
+# %%
+def timed(case, step, steps=10, untimed=2):
+    """The run of `steps` calls, after some that aren't timed: in the first two TensorFlow traces
+    its graph, in a first epoch it fills its cache."""
+    samples = []
+    for _ in range(untimed + steps):
+        began = time.perf_counter()
+        step()
+        samples.append(1e3 * (time.perf_counter() - began))
+    samples = samples[untimed:]
+    tags, metrics = {"experiment": "tensorflow", "case": case}, {"step_ms": summarise(samples)}
+    return Run("10", case, tags=tags, samples={"step_ms": samples}, metrics=metrics)
+
 
 # %% [markdown]
 # ## Mixed precision
@@ -86,17 +102,18 @@ def three_layers(tf):
 columns = {"case": "run", "step_ms": "ms, median"}
 runs: dict = {}
 with lab.attempt("TensorFlow's mixed precision"):
-    tf = tensorflow()
+    import tensorflow as tf
+
     for policy in ("float32", "mixed_float16"):
         tf.keras.mixed_precision.set_global_policy(policy)
         model, x, y = three_layers(tf)
         # Each call hands its loss to the host, so it waits for the GPU.
-        samples = step_ms(lambda model=model, x=x, y=y: model.train_on_batch(x, y))
-        runs[f"tensorflow: {policy}"] = run_of(policy, samples)
+        runs[policy] = timed(policy, partial(model.train_on_batch, x, y))
     tf.keras.mixed_precision.set_global_policy("float32")
     lab.keep(runs)
     fig, ax = plt.subplots()
-    plots.steps(ax, runs)
+    ax.barh(list(runs), [run.metric("step_ms") for run in runs.values()])
+    ax.set_xlabel("ms, median")
     plt.show()
 lab.verdict("A4.tensorflow.mixed-precision");
 # %% [markdown]
@@ -126,18 +143,19 @@ def pipelines(tf, files: list, resolution: int, batch: int) -> dict:
 
 # %%
 with lab.attempt("TensorFlow's input pipeline"):
-    tf = tensorflow()
+    import tensorflow as tf
+
     folder = lab.cache_dir / "images" / f"drawn-v{generated_images.VERSION}-seed0"
     pictures = generated_images.draw_images(folder, 16 if tiny else 64)
     runs = {}
     epoch = len(pictures) // 4
     for case, pipeline in pipelines(tf, pictures, resolution=512, batch=4).items():
         batches = iter(pipeline.repeat())
-        samples = step_ms(partial(next, batches), steps=2 * epoch, untimed=epoch)
-        runs[f"tensorflow: {case}"] = run_of(case, samples)
+        runs[case] = timed(case, partial(next, batches), steps=2 * epoch, untimed=epoch)
     lab.keep(runs)
     fig, ax = plt.subplots()
-    plots.steps(ax, runs)
+    ax.barh(list(runs), [run.metric("step_ms") for run in runs.values()])
+    ax.set_xlabel("ms, median")
     plt.show()
 lab.show(runs.values(), columns, experiment="tensorflow")
 lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
@@ -151,15 +169,28 @@ lab.verdict("A4.tensorflow.parallel-map", "A4.tensorflow.cache");
 # **Question.** How much of a GPU's memory does a process take that needs 4 MB?
 
 # %%
+TAKES = """
+import sys, torch, tensorflow as tf
+free = torch.cuda.mem_get_info()[0]
+for gpu in tf.config.list_physical_devices("GPU"):
+    tf.config.experimental.set_memory_growth(gpu, sys.argv[1] == "growing")
+with tf.device("GPU:0"):
+    tf.reduce_sum(tf.ones((1000, 1000))).numpy()
+print((free - torch.cuda.mem_get_info()[0]) / 1e9)
+"""
 with lab.attempt("TensorFlow's memory growth"):
-    tensorflow()
-    run = growth_run()
-    run.tags = {"experiment": "tensorflow", "case": "memory growth"}
-    lab.keep({"tensorflow: memory growth": run})
-    lab.table(
-        ("GB taken", "by default", "with memory growth"),
-        ("", run.metrics["plain_gb"], run.metrics["growing_gb"]),
-    )
+    import tensorflow as tf
+
+    if not tf.config.list_physical_devices("GPU"):
+        raise Unavailable("TensorFlow sees no GPU here")
+    taken = {}
+    for how in ("plain", "growing"):
+        command = [sys.executable, "-c", TAKES, how]
+        taken[f"{how}_gb"] = float(subprocess.check_output(command, text=True).split()[-1])
+    taken["takes_less"] = int(taken["growing_gb"] < taken["plain_gb"])
+    growth = {"experiment": "tensorflow", "case": "memory growth"}
+    lab.keep(Run("10", "memory growth", tags=growth, metrics=taken))
+    print(taken)
 lab.verdict("A4.tensorflow.growth");
 
 # %% [markdown]

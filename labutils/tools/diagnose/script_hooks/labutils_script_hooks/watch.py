@@ -275,6 +275,7 @@ class Watch:
             on_trace_ready=self._export,
             record_shapes=True,
         )
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # of one cycle
         try:
             self.profiler.start()
         except (RuntimeError, AssertionError) as error:

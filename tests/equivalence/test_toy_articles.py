@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labutils.labs.lab07_toy_lm import KEPT, Letters, articles
+from labutils.data.toy_articles import KEPT, Letters, articles
 
 
 def test_questions_are_about_what_was_never_trained_on():

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from labutils.data.texts import WORDS
 
@@ -49,12 +47,9 @@ def articles(count: int, kept: bool) -> list[Article]:
 
 
 def _written(rng: np.random.Generator, place: str, thing: str) -> Article:
-    def pick(words: Sequence[str]) -> str:
-        return words[rng.integers(len(words))]
-
-    sentences = [pick(SENTENCES["naming"]), pick(SENTENCES["besides"])]
+    sentences = [rng.choice(SENTENCES[kind]) for kind in ("naming", "besides")]
     rng.shuffle(sentences)
-    facts = {"person": pick(JAPANESE["person"]), "quality": pick(JAPANESE["quality"])}
+    facts = {kind: rng.choice(JAPANESE[kind]) for kind in ("person", "quality")}
     facts |= {"year": rng.integers(1600, 2025), "number": rng.integers(2, 900)}
     return Article("".join(sentences).format(place=place, thing=thing, **facts), place, thing)
 
@@ -67,24 +62,19 @@ class Letters:
         self.letters = ["", "", "", *sorted(set(told))]
         self.code = {letter: code for code, letter in enumerate(self.letters)}
 
-    def codes(self, text: str) -> list[int]:
-        return [self.code[letter] for letter in text]
-
     def batch(self, texts: Sequence[Article], style: str = "", device: str = "cpu") -> dict:
         """input_ids, labels and attention_mask [texts, tokens], filled up on the left; the labels
         are the answers' tokens. Without a style there is no answer, as for a question.
         """
-        said = [self.codes(text.answer(style)) + [2] if style else [] for text in texts]
-        asked = [self.codes(text.body) + [1] for text in texts]
-        pairs = list(zip(asked, said, strict=True))
-        ids = self._filled([one + other for one, other in pairs], 0).to(device)
-        labels = self._filled([[-100] * len(one) + other for one, other in pairs], -100).to(device)
+        asked = [[*map(self.code.get, text.body), 1] for text in texts]
+        said = [[*map(self.code.get, text.answer(style)), 2] if style else [] for text in texts]
+        rows = [one + other for one, other in zip(asked, said, strict=True)]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
+        labels = ids.clone()
+        for row, answer in zip(labels, said, strict=True):
+            row[: longest - len(answer)] = -100
         return {"input_ids": ids, "labels": labels, "attention_mask": (ids != 0).long()}
-
-    @staticmethod
-    def _filled(sequences: list[list[int]], filler: int) -> Tensor:
-        tensors = list(map(torch.tensor, sequences))
-        return pad_sequence(tensors, True, padding_value=filler, padding_side="left")
 
     def text(self, codes: Sequence[int]) -> str:
         """The letters up to the end."""

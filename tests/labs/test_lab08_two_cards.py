@@ -1,41 +1,16 @@
-"""Lab 08's arithmetic: published numbers, formulas written out, and PyTorch's own counts."""
+"""Lab 08's two cards: what article A3 is judged by."""
 
 from __future__ import annotations
 
 import pandas as pd
 import pytest
-import torch
 
 from labutils.data.texts import LONG, expected_longest
-from labutils.labs import lab08_large_models as large
-from labutils.labs.lab08_large_models import BLACKWELL, H100
-from labutils.layers.lora import count_parameters
+from labutils.labs.lab08_two_cards import BLACKWELL, H100, two_cards
 from labutils.profiling.gpu_specs import find_spec
-from labutils.profiling.memory_model import saved_for_backward
 from labutils.results import claims
-from labutils.workloads.causal_lm import GPT_OSS, GPT_OSS_120B, QWEN3, QWEN3_32B, build_lm
+from labutils.workloads.causal_lm import QWEN3_32B
 from labutils.workloads.decoder_flops import attended_pairs, count_flops
-
-
-@pytest.mark.parametrize("size", [GPT_OSS_120B, QWEN3_32B, GPT_OSS["tiny"], QWEN3["small"]])
-def test_every_parameter_has_its_part(size):
-    whole = count_parameters(build_lm(size, torch.device("meta"), torch.bfloat16))
-    assert sum(large.parameters_of(size)) == whole
-
-
-def test_four_bits_of_each_number_of_the_120b_are_58_gb():
-    assert large.weight_gb(GPT_OSS_120B, 4, 4) == pytest.approx(58.41, abs=0.01)
-
-
-@pytest.mark.parametrize(("wide", "adapter"), [(False, "peft"), (True, "peft"), (False, "plain")])
-@pytest.mark.parametrize("size", [QWEN3["tiny"], GPT_OSS["tiny"]], ids=["qwen3", "gpt-oss"])
-def test_a_block_keeps_what_a_real_one_keeps_under_autocast(size, wide, adapter):
-    rows, length, kept = 2, 256, []
-    for device in ("meta", "cpu"):
-        lm, forward = large.one_block(size, wide, torch.device(device), rows, length, adapter)
-        with torch.autocast("cpu", torch.bfloat16):
-            kept.append(saved_for_backward(lm, forward, autocast=torch.bfloat16))
-    assert kept[0] == pytest.approx(kept[1], rel=0.1)
 
 
 def test_two_cards_by_their_counts():
@@ -47,7 +22,7 @@ def test_two_cards_by_their_counts():
         for texts in ("short", "long")
         for card, count in ((BLACKWELL, 200.0), (H100, 50.0))
     ]
-    two = large.two_cards(pd.DataFrame(steps), "_mean")
+    two = two_cards(pd.DataFrame(steps), "_mean")
     assert two["dense_short_off_mean"] == two["moe_long_off_mean"] == pytest.approx(2)
     assert (two["dense_long_ratio_mean"], two["moe_long_blackwell_ratio_mean"]) == (0.25, 4)
     assert two["h100_gaps_longer_mean"] == two["blackwell_less_energy_mean"] == 1

@@ -1,0 +1,56 @@
+"""One batch, trained on again and again: every step has the same work, so that one can be traced
+and another timed.
+
+    step = OnOneBatch(trainer, batch)
+    trace, step_ms = step.traced(), step.timed(8)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from dataclasses import dataclass
+
+from labutils.profiling.timing import StepTimes
+from labutils.profiling.trace import Trace, profile
+from labutils.training.benchmark import timed
+from labutils.training.trainer import Trainer
+from labutils.workloads.base import Batch
+
+TIMED_MS = {"cuda": 1500, "cpu": 300}
+"""A step is repeated at least this long before it is traced, so that a GPU keeps the clock of a
+later timing, and as long again when it is timed: a GPU's energy meter is slow."""
+
+
+@dataclass(frozen=True)
+class OnOneBatch:
+    """A trainer that trains on one batch again and again."""
+
+    trainer: Trainer
+    batch: Batch
+
+    def step(self) -> None:
+        self.trainer.step(itertools.repeat(self.batch))
+
+    def timed(self, steps: int, warmup: int = 0) -> list[float]:
+        """Milliseconds of each of `steps` optimizer steps, after `warmup` more."""
+        for _ in range(warmup):
+            self.step()
+        times = StepTimes()
+        for _ in timed(self.trainer, steps, times):
+            self.step()
+        return times.step_ms
+
+    def warm_up(self, steps: int) -> int:
+        """How many steps, `steps` or more, take `TIMED_MS`, after as many have been taken."""
+        some_ms = min(self.timed(3)[1:])  # the first may compile
+        steps = max(steps, math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms))
+        self.timed(steps)
+        return steps
+
+    def traced(self) -> Trace:
+        """A trace of an optimizer step; on a GPU with shapes, which tell thin products."""
+        with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
+            on_gpu = self.trainer.workload.device.type == "cuda"
+            return profile(self, 1, folder, with_stack=False, with_shapes=on_gpu)
