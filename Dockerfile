@@ -2,7 +2,7 @@
 #
 #   docker build -t gpu-finetuning-lab --build-arg COMMIT="$(git rev-parse --short=12 HEAD)" .
 #   docker run --rm --gpus all --shm-size=8g -p 127.0.0.1:8888:8888 -v "$PWD/results:/home/learner/course/results" \
-#     gpu-finetuning-lab                                                      # prints an address with its token
+#     -v finetuning-notebooks:/home/learner/course/notebooks gpu-finetuning-lab   # prints an address with its token
 #   docker run --rm --gpus all --shm-size=8g -v "$PWD/results:/home/learner/course/results" gpu-finetuning-lab make course
 #
 # --shm-size: DataLoader workers hand batches over through /dev/shm, and Docker's default of 64 MB is too small (lab 03).

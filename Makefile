@@ -15,6 +15,9 @@ STAMP   := $(VENV)/.installed
 OURS    := $(VENV)/.made-by-make
 SELDOM  := '/tests?/|/testing/|/transformers/models/|/diffusers/(modular_)?pipelines/|/pygments/lexers/|/(pip|setuptools|fontTools|debugpy|playwright|jedi|torchgen|prompt_toolkit)/|/sympy/(physics|stats|combinatorics|vector|diffgeom)/'
 PIP     := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+ifneq ($(words $(VENV)),1)
+  $(error make needs a VENV without spaces; this is "$(VENV)")
+endif
 LABUTILS := $(BIN)/python -m labutils.cli
 # Of what pip says: each large download, a line for every 40 packages, and everything where it fails.
 SHORTLY := awk -v log_file=$(VENV)/install.log '{ print > log_file } \
@@ -30,7 +33,7 @@ UNRUN   := $(BIN)/python -m jupyter nbconvert --log-level=WARN --inplace --clear
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv install doctor course test lab lint format notebooks unsloth te trl clean
+.PHONY: help venv install doctor course test lab lint format notebooks unsloth te trl clean clean-venv
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
@@ -67,9 +70,10 @@ doctor: install
 
 course: install
 	@$(LABUTILS) doctor || echo "The labs run all the same: each says what it could not do here."
-	@status=0; $(LABUTILS) run --scale $(SCALE) --results $(RESULTS) || status=$$?; \
+	@status=0; $(LABUTILS) run --scale $(SCALE) --results "$(RESULTS)" || status=$$?; \
 	[ $$status -eq 2 ] || [ $$status -eq 130 ] || { \
-	  $(LABUTILS) report --results $(RESULTS) > $(RESULTS)/scoreboard.txt; echo; tail -n 4 $(RESULTS)/scoreboard.txt; echo; \
+	  $(LABUTILS) report --results "$(RESULTS)" > "$(RESULTS)/scoreboard.txt"; echo; \
+	  sed -n '/^Summary/,$$p' "$(RESULTS)/scoreboard.txt"; echo; \
 	  echo "Every claim and its verdict: $(RESULTS)/scoreboard.txt; with pictures, predictions and what to try next:"; \
 	  echo "$(RESULTS)/notebooks/12_scoreboard.ipynb. All executed labs, to read in a browser: $(RESULTS)/index.html"; \
 	  echo "Read and change the labs yourself: make lab"; }; \
@@ -99,6 +103,10 @@ format notebooks: install
 unsloth te trl: install
 	$(PIP) -c constraints.txt -e '.[$@]'
 
-clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+# Only an environment that `make` made.
+clean-venv:
+	@if [ -e $(OURS) ]; then rm -rf $(VENV); elif [ -e $(VENV) ]; then echo "make did not make $(VENV): it stays."; fi
+
+clean: clean-venv
+	rm -rf build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -38,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `labutils doctor | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk, mostly
+        cure = "`df -h` says which disks are full; TMPDIR=DIR names another folder than /tmp."
+        print(f"labutils {options.tool}: {error}. {cure}", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:

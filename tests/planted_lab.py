@@ -104,6 +104,59 @@ def planted() -> nbformat.NotebookNode:
     return new_notebook(cells=cells, metadata=metadata)
 
 
+HOSTILE = r"""
+::: read("page.typ")
+::: import"@preview/cetz:0.4.2"
+::: {.import onclick="alert(1)"}
+::: range(9999999999)
+::: {#id .part .panic style="background:url(https://example.org/b)"}
+one
+:::
+
+---
+title: '#read("page.typ")'
+---
+
+`#read("page.typ")`{=typst} `<script>alert(1)</script>`{=html} <script>alert(2)</script>
+<img src=x onerror=alert(3)> <meta http-equiv="refresh" content="0;url=https://example.org/r">
+$\unknownmacro{x}$ $$\frac{1$$ $\href{javascript:alert(4)}{y}$ $\input{/etc/passwd}$
+$#read("page.typ")$
+
+![a](https://example.org/x.png) ![b](/etc/passwd) ![c](file:///etc/passwd) ![d](page.typ)
+![e](data:text/html,x) [f](javascript:alert(5)) [g](file:///etc/passwd)
+![h](attachment:so.png) ![i](attachment:pixel.png) ![](attachment:")#read("page.typ)
+
+<pre> src="foo" ]0;title
+"""
+"""Markdown that would run, read or load something, were it more than text."""
+
+
+def make_hostile(executed: nbformat.NotebookNode) -> None:
+    """Put strangers' tricks into a notebook: in Markdown, names, outputs, attachments and tags."""
+    refresh = base64.b64encode(b'"><meta http-equiv="refresh" content="0;url=https://example.org">')
+    outputs = [
+        shown(text_markdown=HOSTILE),
+        shown(image_png=refresh.decode()),
+        shown(image_png='x" onerror="alert(6)'),
+        shown(text_html="<script>alert(7)</script>", text_latex="$x$"),
+        new_output("display_data", data={"image/svg+xml": "<svg onload='alert(8)'/>"}),
+        new_output("error", ename="<b>", evalue='#read("page.typ")', traceback=[]),
+        printed("\x1b]0;title\x07" + HOSTILE),
+        printed("y_" * 60_000),
+        printed("/" * 60_000),
+    ]
+    pictures = {
+        "so.png": {"text/html": refresh.decode()},
+        '")#read("page.typ': {"image/png": picture()},
+    }
+    tags = ["exercise", '")#read("page.typ', 'solution"]']
+    executed.cells[1:1] = [
+        new_markdown_cell(HOSTILE, attachments=pictures, metadata={"tags": tags}),
+        new_markdown_cell('# #read("page.typ") <script> ' + "> " * 99),
+        new_code_cell("show()\n```\n#read('page.typ')", outputs=outputs, metadata={"tags": tags}),
+    ]
+
+
 def results_with_it(folder: Path, reference: Path, *stems: str) -> Path:
     """A results folder of the planted lab, and of the reference's labs called `stems`."""
     notebooks = folder / "notebooks"

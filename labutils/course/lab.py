@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from labutils.course import parameters, recorded, tables
+from labutils.data.file_cache import cache_folder
 from labutils.profiling import cuda
 from labutils.profiling.machine import default_device, machine_facts, meant_for, scale_for
 from labutils.recipe import Recipe, is_finite
@@ -157,7 +158,7 @@ class Lab:
         self.weights: str = values.get("weights", "random")
         self.data: str = values.get("data", "generated")
         self.results_dir = kept.path.parent.resolve()
-        self.cache_dir = Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils").expanduser()
+        self.cache_dir = cache_folder()
         self._results = kept
         self._measured: set[tuple] = set()  # identities of runs
         self._predictions: dict[str, tuple[float, str]] = {}

@@ -11,12 +11,16 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from labutils.profiling.machine import usable_cores
 
-if TYPE_CHECKING:
-    import datasets
+
+def cache_folder() -> Path:
+    """Where drawn files and traces are kept. A relative LABUTILS_CACHE begins at the checkout, as
+    notebooks run in a folder of their own."""
+    asked = Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils").expanduser()
+    return Path(__file__).parents[2] / asked
 
 
 @contextlib.contextmanager
@@ -68,29 +72,37 @@ def drawn_files(folder: Path, suffix: str, count: int, draw: Callable[[int], byt
     return paths
 
 
-def first_rows(name: str, count: int, cache_dir: Path) -> datasets.Dataset:
-    """The first `count` rows of the training split of the hub's dataset `name`.
+class HubOutOfReach(ConnectionError):
+    """What a lab was to have from the hub can't be had; the message says what to type."""
 
-    Raises `ConnectionError` where it is neither within reach nor in the cache, `IndexError` where
-    it has fewer rows.
-    """
+
+def rows_of(name: str, cache_dir: Path, subset: str | None = None, streaming: bool = False) -> Any:
+    """The training split of the hub's dataset `name`, from the hub, or as `hf download` left it in
+    the hub's cache. Raises `HubOutOfReach` where it is neither within reach nor there."""
     import datasets
+    from huggingface_hub import snapshot_download
 
+    where = {"split": "train", "cache_dir": str(cache_dir / "hub"), "streaming": streaming}
     with reaching(name):
-        whole = datasets.load_dataset(name, split="train", cache_dir=str(cache_dir / "hub"))
-    return whole.select(range(count))
+        try:
+            return datasets.load_dataset(name, subset, **where)
+        except ConnectionError as error:
+            with contextlib.suppress(OSError):
+                there = snapshot_download(name, repo_type="dataset", local_files_only=True)
+                return datasets.load_dataset(there, subset, **where)
+            raise error
 
 
 @contextlib.contextmanager
 def reaching(name: str, what: str = "dataset") -> Iterator[None]:
     """A context that loads `what` ("dataset" or "model") `name` from the hub. Raises
-    `ConnectionError`, which says what to type, for whatever fails in it.
+    `HubOutOfReach`, which says what to type, for whatever fails in it.
     """
     try:
         yield
     except Exception as error:  # offline, a proxy, a moved dataset: some ten different types
         instead = 'data="generated"' if what == "dataset" else 'weights="random"'
-        raise ConnectionError(
+        raise HubOutOfReach(
             f"{name} could not be loaded ({type(error).__name__}: {error}). It needs the network "
             f"once. Use {instead} (-p {instead.replace('=', ' ')}), or download it on a connected "
             f"machine with `hf download --repo-type {what} {name}` and copy its cache folder here "

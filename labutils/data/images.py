@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from labutils.data import generated_images
-from labutils.data.file_cache import first_rows
+from labutils.data.file_cache import rows_of
 
 if TYPE_CHECKING:
     import datasets
@@ -48,7 +48,7 @@ def captioned_images(
     import datasets
 
     if data == "hub":
-        return first_rows(CAPTIONED, count, Path(cache_dir))
+        return rows_of(CAPTIONED, Path(cache_dir)).select(range(count))
     folder = Path(cache_dir) / "images" / f"drawn-v{generated_images.VERSION}-seed0"
     paths = generated_images.draw_images(folder, count)
     texts = [generated_images.caption(index) for index in range(count)]
@@ -71,7 +71,7 @@ def leaf_images(
     if data == "hub" and varied_for:
         raise ValueError(f"{LEAVES} has images of one size only. Use data='generated' here.")
     if data == "hub":
-        return first_rows(LEAVES, count, Path(cache_dir))
+        return rows_of(LEAVES, Path(cache_dir)).select(range(count))
     kind = f"varied{varied_for}" if varied_for else "beans"
     folder = Path(cache_dir) / "leaves" / f"{kind}-v{generated_images.LEAF_VERSION}"
     paths = generated_images.draw_leaves(folder, count, varied_for)

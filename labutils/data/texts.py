@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from labutils.data.file_cache import reaching
+from labutils.data.file_cache import reaching, rows_of
 from labutils.data.packing import IGNORED
 
 
@@ -136,12 +136,9 @@ def from_hub(kind: Kind, count: int, cache_dir: Path) -> list[Text]:
     """The first `count` examples of the real dataset, shuffled as in article A3. `ConnectionError`
     where it isn't.
     """
-    import datasets
-
+    # Wikipedia is read as far as it is needed: whole it has gigabytes.
+    rows = rows_of(kind.hub, cache_dir, kind.subset, streaming=kind is LONG)
     with reaching(kind.hub):
-        # Wikipedia is read as far as it is needed: whole it has gigabytes.
-        where = {"split": "train", "cache_dir": str(cache_dir / "hub")}
-        rows = datasets.load_dataset(kind.hub, kind.subset, streaming=kind is LONG, **where)
         chosen = rows.shuffle(seed=SHUFFLE).take(count)
         return [_article(row) if kind is LONG else _instruction(row) for row in chosen]
 

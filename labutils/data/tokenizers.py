@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from labutils.data.file_cache import reaching
@@ -23,8 +22,9 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 MAX_LENGTH = 77
 
 
-def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None) -> CLIPTokenizer:
-    """The tokenizer of Stable Diffusion 1.5's text encoder.
+def clip_tokenizer(weights: str = "random", _: object = None) -> CLIPTokenizer:
+    """The tokenizer of Stable Diffusion 1.5's text encoder. Recorded notebooks name a folder, too:
+    what comes from the hub lies in the hub's own cache, as the models do.
 
     `weights="hub"` loads it; `weights="random"` makes one that knows single letters: the same
     class, algorithm, special ids (49406, 49407), length (77 tokens) and vocabulary size, hence the
@@ -35,7 +35,7 @@ def clip_tokenizer(weights: str = "random", cache_dir: str | Path | None = None)
     if weights == "random":
         return _clip_like()
     with reaching(HUB_MODEL, "model"):
-        return CLIPTokenizer.from_pretrained(HUB_MODEL, subfolder="tokenizer", cache_dir=cache_dir)
+        return CLIPTokenizer.from_pretrained(HUB_MODEL, subfolder="tokenizer")
 
 
 @functools.cache
@@ -129,12 +129,12 @@ def llava_processor(geometry: Geometry, tokenizer: Any) -> LlavaNextProcessor:
     )
 
 
-def hub_tokenizer(model: str, cache_dir: Path) -> PreTrainedTokenizerFast:
+def hub_tokenizer(model: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a model of the hub. Raises `ConnectionError` where it can't be had."""
     from transformers import AutoTokenizer
 
     with reaching(model, "model"):
-        return AutoTokenizer.from_pretrained(model, cache_dir=cache_dir, padding_side="right")
+        return AutoTokenizer.from_pretrained(model, padding_side="right")
 
 
 # -------------------------------------------------------------------------- chat models'

@@ -75,7 +75,7 @@ class FormDataset(Dataset):
     """Training examples out of what is kept, {"pixel_values": float32 [3, r, r], "input_ids"}."""
 
     def __init__(self, kept: Kept, workload: Workload) -> None:
-        tokenizer = clip_tokenizer(workload.weights, workload.cache_dir / "hub")
+        tokenizer = clip_tokenizer(workload.weights)
         self.kept, self.preprocess = kept, Preprocess(tokenizer, workload.size.resolution)
         captions = [generated_images.caption(place) for place in range(len(kept))]
         self.token_ids = self.preprocess.token_ids(captions)

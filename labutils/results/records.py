@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -432,6 +433,11 @@ def named(name: str | Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------- provenance
+
+
+def plain(text: str) -> str:
+    """`text` without colours and other characters that a terminal would obey."""
+    return re.sub(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
 def told_sources() -> Any:

@@ -181,7 +181,7 @@ def show(page: Page) -> None:
         ]
         head = ("claim, and why the verdict", "published", machine, "here", "verdict here")
         _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
-    _print_sources(console, page)
+    _print_summary(console, page)
 
 
 def _print_table(console: Any, title: str, head: Sequence[str], rows: Iterable[Sequence]) -> None:
@@ -197,7 +197,15 @@ def _print_table(console: Any, title: str, head: Sequence[str], rows: Iterable[S
     console.print(table)
 
 
-def _print_sources(console: Any, page: Page) -> None:
+def _print_summary(console: Any, page: Page) -> None:
+    """The verdicts by article and in all, what was refuted here, and where the numbers come from:
+    less than 40 lines."""
+    console.print("Summary. The tables above say why; lab 12 draws them. For machines: --json")
+    for key in articles.articles():
+        of = [j for j in page.judgements if j.claim.article == key]
+        refuted = ", ".join(j.claim.id for j in of if j.verdict == judges.REFUTED)
+        words = [f"{n} {word}" for word, n in Counter(j.verdict for j in of).items()]
+        console.print(f"{key}, here: {', '.join(words)}. Refuted: {refuted or 'none'}")
     for name, side in (("Here", "verdict"), ("Reference", "reference_verdict")):
         for how, predicted in (("measured", False), ("predicted, not measured", True)):
             those = [j for j in page.judgements if j.claim.predicted is predicted]
@@ -206,7 +214,8 @@ def _print_sources(console: Any, page: Page) -> None:
             console.print(f"{name}, {how}: {', '.join(words)}")
     if page.files:
         console.print(f"Read: {', '.join(map(str, page.files))}", soft_wrap=True)
-        console.print(f"Labs run to their end: {', '.join(page.labs_done) or 'none'}.")
+        done = records.plain(", ".join(page.labs_done))
+        console.print(f"Labs run to their end: {done or 'none'}.")
     else:
         console.print("No results of this machine yet. Type: labutils run")
     if page.migrated:

@@ -19,6 +19,7 @@ from typing import Any, Unpack
 
 from tqdm import tqdm
 
+from labutils.data.file_cache import HubOutOfReach
 from labutils.layers.quantization.convert import PRODUCTS
 from labutils.profiling import cuda
 from labutils.profiling.gpu_specs import spec_of
@@ -235,13 +236,14 @@ class Benchmark:
 
     @contextmanager
     def _noting(self, name: str) -> Iterator[None]:
-        """A context that keeps the reason why a recipe failed. Where several ranks train, the
-        error goes on: the others are in the midst of the same step, and would wait for this one.
+        """A context that keeps the reason why a recipe failed. An error goes on where several ranks
+        train: the others are in the midst of the same step, and would wait for this one. So does
+        one of the hub: no other recipe would do better.
         """
         try:
             yield
         except Exception as error:
-            if not distributed.here().alone:
+            if isinstance(error, HubOutOfReach) or not distributed.here().alone:
                 raise
             self.failed[name] = status_of(error)
             LOG.info('"%s" failed', name, exc_info=True)

@@ -7,7 +7,6 @@ moment, also while it wrote, leaves the last whole file in place.
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,15 @@ FILE = "checkpoint.pt"
 def write(state: dict[str, Any], folder: Path) -> Path:
     """Write `state` next to the folder's checkpoint, then put it in its place in one rename."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=FILE)
+    part = folder / f"{FILE}.part"  # one that a killed process left is written over
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, folder / FILE)
+        os.replace(part, folder / FILE)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
     return folder / FILE
 

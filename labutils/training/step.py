@@ -7,6 +7,7 @@ GraphStep        the eager step recorded once as a CUDA graph and replayed
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from labutils.layers.cuda_graph import Captured, compile_blocks, compile_model
 from labutils.profiling import compat
-from labutils.recipe import Recipe
+from labutils.recipe import Recipe, Unavailable
 from labutils.training.batches import Batch, Batches, on_device
 from labutils.training.distributed import Ranks, share_of, synchronising
 from labutils.training.loss_log import open_log, tensorboard
@@ -90,6 +91,8 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
     """Compile the trained part, its blocks, or the encoders too, in place, as the recipe says."""
     if recipe.compile == "off":
         return
+    if os.environ.get("TORCHDYNAMO_DISABLE", "0") != "0":
+        raise Unavailable("TORCHDYNAMO_DISABLE is set: torch.compile would do nothing; unset it")
     if recipe.compile_scope == "blocks":
         compile_blocks(workload.blocks(model), recipe.compile, recipe.dynamic)
         return

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import importlib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from labutils.data.file_cache import reaching
+from labutils.data.file_cache import cache_folder, reaching
 from labutils.data.loader import EPOCH
 from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for
@@ -91,7 +90,8 @@ class Workload(ABC):
     name: a key of `CLASSES`. scale: "tiny" (CPU and CI), "small" (a GPU of 8 GB), "full" (the
     article's own architecture). weights: "random" (the exact architecture with random weights:
     speed and memory are the real model's, losses are not) or "hub". data: "generated" (files like
-    the real ones) or "hub". Raises `ValueError` for anything else.
+    the real ones) or "hub". Raises `ValueError` for anything else, and where no published model has
+    this size.
     """
 
     libraries: ClassVar[tuple[str, ...]]
@@ -114,6 +114,11 @@ class Workload(ABC):
         self.cache_dir = cache_dir
         self._held: dict[Any, nn.Module] = {}
         self._remembered: dict[Any, Any] = {}
+        if weights == "hub" and not self.hub:
+            raise ValueError(
+                f'weights="hub" has the sizes of published models, and {name} at scale={scale!r} '
+                'is none. Use scale="full", or weights="random".'
+            )
 
     def __copy__(self) -> Workload:
         """A copy is made to be changed: it holds and remembers nothing of the original's."""
@@ -212,14 +217,8 @@ class Workload(ABC):
     def making_weights(self, seed: int) -> Iterator[None]:
         """A context in which networks get their random weights from `seed`, or the hub's.
 
-        Raises `ValueError` where no published model has this size, `ConnectionError` where the hub
-        can't be reached.
+        Raises `HubOutOfReach` where those can't be had.
         """
-        if self.weights == "hub" and not self.hub:
-            raise ValueError(
-                f'weights="hub" has the sizes of published models, and {self.name} at '
-                f'scale={self.scale!r} is none. Use scale="full", or weights="random".'
-            )
         from_hub = reaching(self.hub, "model") if self.weights == "hub" else nullcontext()
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), from_hub:
@@ -279,8 +278,8 @@ def open_workload(
     """
     check_choice("workload", name, tuple(CLASSES))
     scale = scale_for(machine_facts()) if scale == "auto" else scale
-    cache_dir = cache_dir or os.environ.get("LABUTILS_CACHE") or Path.home() / ".cache/labutils"
     module, kind = CLASSES[name]
+    place = Path(cache_dir) if cache_dir else cache_folder()
     workload = getattr(importlib.import_module(f"labutils.workloads.{module}"), kind)
     import_unseen("peft", "bitsandbytes", *workload.libraries)
-    return workload(name, scale, weights, data, device or default_device(), Path(cache_dir))
+    return workload(name, scale, weights, data, device or default_device(), place)

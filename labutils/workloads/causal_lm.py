@@ -158,7 +158,7 @@ class LanguageLora(DecoderWorkload):
     @remembered
     def _tokenizer(self) -> Any:
         if self.weights == "hub":
-            return hub_tokenizer(self.hub, self.cache_dir / "hub")
+            return hub_tokenizer(self.hub)
         return chat_tokenizer("gpt-oss" if self.size.experts else "qwen3", self.size.words)
 
 

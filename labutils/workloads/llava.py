@@ -236,7 +236,7 @@ class MultimodalLora(DecoderWorkload):
     @remembered
     def _processor(self) -> Any:
         if self.weights == "hub":
-            tokenizer = hub_tokenizer(self.hub, self.cache_dir / "hub")
+            tokenizer = hub_tokenizer(self.hub)
         else:
             tokenizer = llava_tokenizer(self.size.words - EXTRA_WORDS)
         return llava_processor(self.size.geometry, tokenizer)

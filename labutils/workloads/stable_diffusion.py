@@ -194,7 +194,7 @@ class DiffusionLora(Workload):
         if self.drawn_rows:
             return self._drawn(recipe)
         images = captioned_images(self.cache_dir, self.size.images, self.data)
-        tokenizer = clip_tokenizer(self.weights, self.cache_dir / "hub")
+        tokenizer = clip_tokenizer(self.weights)
         examples = image_text_dataset(images, tokenizer, self.size.resolution)
         if recipe.cache == "nothing":
             return examples

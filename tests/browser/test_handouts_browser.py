@@ -20,6 +20,7 @@ from labutils.tools import handouts
 
 REFERENCE = REPOSITORY / "reference" / "h200"
 STEMS = ["05_scale_into_fp8", planted_lab.STEM]
+HOSTILE = "43_hostile"
 OUTSIDE = "https://example.org/x.png"
 
 
@@ -31,6 +32,10 @@ def pages(tmp_path_factory) -> Path:
     )
     out = tmp_path_factory.mktemp("handouts")
     assert handouts.main(folder, out, [stem[:2] for stem in STEMS]) == handouts.MADE
+    notebook = planted_lab.planted()
+    planted_lab.make_hostile(notebook)
+    nbformat.write(notebook, out / "student" / f"{HOSTILE}.ipynb")
+    handouts.pages_of(folder, [out / "student" / f"{HOSTILE}.ipynb"])
     return out / "student"
 
 
@@ -68,6 +73,13 @@ def test_a_page_asks_for_nothing_and_fits_its_window(page, pages, stem):
     for width in (1280, 900, 400):
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_strangers_page_asks_for_nothing(page, pages):
+    file = pages / f"{HOSTILE}.html"
+    open_page(page, file)
+    assert [address for address in page.asked if not address.startswith("data:")] == [file.as_uri()]
+    assert page.complaints == [] and page.url == file.as_uri()
 
 
 def test_a_page_forbids_what_would_be_loaded(page, pages, tmp_path):

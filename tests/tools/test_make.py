@@ -18,7 +18,10 @@ def test_a_folder_that_make_did_not_make_is_left_alone(tmp_path):
     (tmp_path / "precious").write_text("mine")
     made = make("venv", f"VENV={tmp_path}")
     assert made.returncode != 0 and str(tmp_path) in made.stderr
-    assert (tmp_path / "precious").read_text() == "mine"
+    assert "it stays" in make("clean-venv", f"VENV={tmp_path}").stdout
+    spaced = make("venv", f"VENV={tmp_path} {tmp_path / 'other'}")
+    assert spaced.returncode != 0 and "without spaces" in spaced.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_an_interrupted_environment_is_made_anew(tmp_path):

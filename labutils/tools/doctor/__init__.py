@@ -10,6 +10,7 @@ import json as json_format
 import textwrap
 from collections.abc import Sequence
 
+from labutils.results.records import plain
 from labutils.tools.doctor.checks import FAIL, OK, WARN, Finding, examine
 from labutils.tools.doctor.imports import try_import
 
@@ -33,7 +34,7 @@ def render(findings: Sequence[Finding], width: int = 100) -> str:
         last = f"{fails} thing(s) must be put right before the labs run here (fail)."
     elif warns:
         last = f"The labs run here; {warns} thing(s) would be better put right (warn)."
-    return "\n".join([*lines, "", last])
+    return plain("\n".join([*lines, "", last]))
 
 
 def main(json: bool = False) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from labutils.data.file_cache import cache_folder
 from labutils.profiling import machine
 from labutils.profiling.cuda_architectures import runs_on
 from labutils.tools.doctor.imports import Import, try_import, try_imports
@@ -223,7 +224,7 @@ def examine() -> list[Finding]:
         torch = imports[0]
         if torch.facts.get("available"):
             imports += pool.map(try_import, [name for name in EXTRAS if name not in WITHOUT_GPU])
-    shm, cache = Path("/dev/shm"), Path(os.environ.get("LABUTILS_CACHE") or "~/.cache/labutils")
+    shm = Path("/dev/shm")
     checks = (
         versions.result,
         partial(check_gpu, torch),
@@ -232,7 +233,7 @@ def examine() -> list[Finding]:
         compiler.result,
         lambda: check_host(machine.usable_cores(), machine.ram_gb()),
         lambda: check_shared_memory(shutil.disk_usage(shm).free / 1e9 if shm.is_dir() else None),
-        lambda: check_disk(cache.expanduser()),
+        lambda: check_disk(cache_folder()),
         check_environment,
     )
     findings: list[Finding] = []

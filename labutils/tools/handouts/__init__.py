@@ -61,7 +61,7 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
         print(f"labutils handouts: {error}", file=sys.stderr)
         return WRONG_USAGE
     for stem, why in left_out.items():
-        print(f"Left out: lab {stem[:2]}: {why}")
+        print(records.plain(f"Left out: lab {stem[:2]}: {why}"))
     if len(left_out) == len(paths):
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
         return WRONG_USAGE
@@ -108,7 +108,9 @@ def _make(
                 return chapter, documents.pdf(chapter, workshop, place)
             except (Mismatch, RuntimeError) as error:
                 left_out[path.stem] = str(error)
-                return None
+            except Exception as error:  # one odd notebook, which nobody thought of, costs its lab
+                left_out[path.stem] = f"{type(error).__name__}: {error}"
+            return None
 
         chapters = [made for made in workers.map(one, paths) if made]
         if with_course and chapters:

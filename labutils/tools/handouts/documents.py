@@ -10,23 +10,31 @@ import copy
 import functools
 import importlib.util
 import json
+import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
 from labutils.results.records import REPOSITORY
-from labutils.tools.pages import COURSE, MARKDOWN, as_html, title_of
+from labutils.tools.pages import (
+    COURSE,
+    MARKDOWN,
+    MEMORY_LIMIT,
+    TIME_LIMIT_S,
+    as_html,
+    limited,
+    pandoc,
+    title_of,
+)
 
 HERE = Path(__file__).parent
 READ = "ipynb-raw_html-smart-pandoc_title_block"
@@ -46,7 +54,8 @@ data, warnings = typst.compile_with_warnings(
 open(file, "wb").write(data)
 sys.exit("; ".join(str(warning.message) for warning in warnings) or 0)
 """
-MEMORY_LIMIT, TIME_LIMIT_S = 8 * 2**30, 300
+CONFINED = {"RAYON_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "2", "HTTPS_PROXY": "http://0.0.0.0:9"}
+"""In Typst's environment: few threads, whose stacks count as memory, and no way to a package."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +86,9 @@ def page(chapter: Chapter, target: Path, pages: Collection[str] = ()) -> None:
 def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
     """Write the chapter as a PDF; its text in Typst's language. `scratch` is a `workshop`. Raises
     `RuntimeError`."""
-    import pypandoc
-
-    highlighting = ["--syntax-highlighting=idiomatic", f"--extract-media={scratch}"]
-    options = ["--wrap=none", "--sandbox", FILTER, *highlighting]
+    options = [FILTER, "--syntax-highlighting=idiomatic", f"--extract-media={scratch}"]
     source = nbformat.writes(_with_facts(chapter))
-    text = pypandoc.convert_text(source, "typst", format=READ, extra_args=options)
+    text = pandoc(source, READ, "typst", options)
     text = text.replace("align(center)[#table(", "align(left)[#table(")
     opening = f"#show: handout.with({_named(chapter.title, chapter.edition)})\n"
     _set(opening + text, scratch, target / f"{chapter.stem}.pdf", chapter.at)
@@ -92,8 +98,6 @@ def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
 def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> None:
     """Write all chapters, given with their texts in Typst's language, and the glossary as one PDF.
     Raises `RuntimeError`."""
-    import pypandoc
-
     words = _named(COURSE, chapters[0][0].edition)
     rows = []
     for one, _ in chapters:
@@ -103,11 +107,10 @@ def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path)
     opening = f"#show: handout.with({words}, whole: true)"
     cover = f"#cover({words}, labs: ({' '.join(rows) if measured else ''}))"
     entries = re.sub(r"^### (.+)\n\n", r"**\1.** ", GLOSSARY.read_text("utf-8"), flags=re.M)
-    entries = pypandoc.convert_text(entries, "typst", MARKDOWN, extra_args=["--sandbox"])
-    title, _, entries = entries.partition("\n\n")
+    title, _, entries = pandoc(entries, MARKDOWN, "typst", []).partition("\n\n")
     glossary = f"{title}\n\n#glossary-part[{entries}]"
     text = "\n\n".join([opening, cover, *(text for _, text in chapters), glossary])
-    _set(text, scratch, target / "course.pdf", max(one.at for one, _ in chapters))
+    _set(text, scratch, target / "course.pdf", max(one.at for one, _ in chapters), len(chapters))
 
 
 COVER = ("executed", "machine", "commit")
@@ -146,22 +149,15 @@ def _with_facts(chapter: Chapter) -> NotebookNode:
     return notebook
 
 
-def _set(text: str, scratch: Path, file: Path, at: datetime) -> None:
-    """Typst's `text` as a PDF, set in a process that may take so much time and memory. Raises
-    `RuntimeError`, for a warning too: one may be of a missing font."""
+def _set(text: str, scratch: Path, file: Path, at: datetime, labs: int = 1) -> None:
+    """Typst's `text` of so many `labs` as a PDF, set in a process that may take so much time and
+    memory. Raises `RuntimeError`, for a warning too: one may be of a missing font."""
     source = scratch / f"{file.stem}.typ"
     source.write_text(f'#import "page.typ": *\n{text}', encoding="utf-8")
     words = [sys.executable, "-c", SET, source, scratch / "fonts", file, str(int(at.timestamp()))]
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_AS, (MEMORY_LIMIT,) * 2)
-    try:
-        done: Any = subprocess.run(
-            words, capture_output=True, text=True, timeout=TIME_LIMIT_S, preexec_fn=limit
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"Typst took more than {TIME_LIMIT_S} s over {file.name}") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise RuntimeError(f"Typst could not set {file.name}: {last}")
+    options = {"preexec_fn": limit, "env": os.environ | CONFINED}
+    limited(f"{file.name}: Typst", words, labs * TIME_LIMIT_S, **options)
 
 
 def _named(title: str, edition: str) -> str:

@@ -25,8 +25,8 @@ MOST_LETTERS = 100_000
 """Of an output; the rest of what a cell printed is left out."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_PACKAGES = re.compile(r"(?:~|/)[^\s`'\"<>|,;()\[\]]*?/(?:site|dist)-packages/")
-_TRACES = re.compile(r"[\w.-]+_\d+\.\d{10,}(?=\.pt\.trace\.json)")
+_PACKAGES = re.compile(r"(?:~|/)[^\s`'\"<>|,;()\[\]]{0,300}?/(?:site|dist)-packages/")
+_TRACES = re.compile(r"(?<![\w.-])[\w.-]{1,99}_\d+\.\d{10,}(?=\.pt\.trace\.json)")
 """A profiler's file is named by host and process."""
 _PATHS = re.compile(
     r"(?<![\w:/.~…-])(?:~|/(?!(?:dev|proc|sys)/)[\w.+@-]+)(?:/[\w.+@-]+)*/([\w.+@-]+)/?"

@@ -8,15 +8,42 @@ from __future__ import annotations
 
 import html
 import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from nbformat import NotebookNode
 
 COURSE = "GPU Fine-Tuning Lab"
 TEMPLATE = Path(__file__).parent / "page.html"
+MEMORY_LIMIT, TIME_LIMIT_S = 2 * 2**30, 60
+"""What pandoc and Typst may take over a lab."""
 MARKDOWN = "commonmark-raw_html+pipe_tables"
 """Pandoc's name for the language of pages that lead to others."""
+
+
+def pandoc(text: str, form: str, to: str, options: Sequence[str]) -> str:
+    """`text` of pandoc's format `form` in its format `to`; pandoc reads no file, and may take so
+    much memory and time. Raises `RuntimeError` with its words."""
+    import pypandoc
+
+    words = [pypandoc.get_pandoc_path(), "+RTS", f"-M{MEMORY_LIMIT}", "-RTS", "--sandbox"]
+    words += [f"--from={form}", f"--to={to}", "--wrap=none", *options]
+    return limited("pandoc", words, TIME_LIMIT_S, input=text.encode(errors="replace"))
+
+
+def limited(name: str, words: Sequence[Any], limit_s: float, **options: Any) -> str:
+    """What a program prints. Raises `RuntimeError` with its last line where it fails, and where it
+    takes longer than `limit_s` seconds."""
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=limit_s, **options)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{name} took more than {limit_s} s") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"{name}: {(lines or [f'exit code {done.returncode}'])[-1]}")
+    return done.stdout.decode()
 
 
 def as_html(text: str, form: str, title: str, kind: str, options: Sequence[str] = ()) -> str:
@@ -25,13 +52,10 @@ def as_html(text: str, form: str, title: str, kind: str, options: Sequence[str] 
     title, kind: in plain words, what the page and what kind of page it is. options: more of
     pandoc's. Raises `RuntimeError` with pandoc's words.
     """
-    import pypandoc
-
     words = {"title": f"{title} · {COURSE}", "course": COURSE, "edition": kind}
     variables = [f"--variable={name}:{html.escape(word)}" for name, word in words.items()]
     look = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2"]
-    all_options = ["--sandbox", "--wrap=none", *look, *variables, *options]
-    page = pypandoc.convert_text(text, "html5", format=form, extra_args=all_options)
+    page = pandoc(text, form, "html5", [*look, *variables, *options])
     return re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", page)  # HTML5 needs no such addresses
 
 

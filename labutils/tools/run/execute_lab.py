@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -23,9 +22,6 @@ from labutils.training.child_process import end_marked
 
 MARK = "LABUTILS_KERNEL"
 """A kernel and all that it starts have its mark in their environment under this name."""
-
-CONTROL = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Colours and other characters of an error that a terminal would obey."""
 
 MOSTLY = {
     "SIGKILL": "was killed (SIGKILL). Most often the system ran out of memory: close other "
@@ -142,7 +138,7 @@ def run_lab(
     except Exception as error:  # the disk, mostly: the earlier notebook stays as it was
         status, kept = "failed", ""
         message = message or f"its executed notebook can't be kept: {error}"
-    message = CONTROL.sub("", message)
+    message = records.plain(message)
     return Outcome(lab, status, seconds, f"Lab {lab.number} {message}{kept}" if message else "")
 
 
@@ -173,7 +169,8 @@ def _failure(error: Exception, kernel: Kernel, limit_s: float, part: Path) -> tu
     """(status, message without the lab's name) of a lab that did not run to its end."""
     unexpected = f"could not be run: {type(error).__name__}: {error}"
     if isinstance(error, OSError) and not kernel.ended_because:
-        return "failed", unexpected
+        cure = f"`df -h {short(part.parent)} /tmp` says if a disk is full. Another: --results DIR"
+        return "failed", f"{unexpected}. {cure}"
     where = _last_cell(part)[0]
     if kernel.ended_because == "timed out":
         return "timed out", (

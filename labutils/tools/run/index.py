@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import nbformat
 
+from labutils.results.records import plain
 from labutils.tools.pages import MARKDOWN, as_html, table, title_of
 from labutils.tools.run.arguments import short
 from labutils.tools.run.execute_lab import Outcome
@@ -30,7 +31,7 @@ def write(
 
             handouts.pages_of(folder, [path for path in executed if _is_stale(path)])
     except Exception as error:  # the labs have run: how they went must still be said
-        say(f"No HTML pages of the executed notebooks: {type(error).__name__}: {error}")
+        say(plain(f"No HTML pages of executed notebooks: {type(error).__name__}: {error}"))
     try:
         text = _as_markdown(folder, executed, outcomes)
         page = as_html(text, MARKDOWN, f"Results: {folder.name}", "Executed notebooks")

@@ -1,0 +1,73 @@
+"""Faults at random, for a short time; and damaged input, which is one message on every command."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import faults
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from labutils import cli
+from labutils.results.records import REFERENCE
+
+RECORD = json.loads(REFERENCE.read_text().splitlines()[3])
+NOTEBOOK = json.loads(REFERENCE.with_name("01_lora_math.ipynb").read_text())
+ODD = (None, "x", 3, [1], {"a": {"b": 1}}, 10**400)
+CELL = {"cell_type": "code", "metadata": {"tags": 3}, "source": ["a", 3], "outputs": None}
+RAW = (b"", b"\0" * 4096, b"\xe9" * 50, b"[" * 100_000, b'{"cells":' * 50_000, b"9" * 10_000)
+RAW += (b"NaN", b"[1e999]", b'"x"', b"3", b"[]", b"{}", b"\x1b[2J", b"\x80\x04\x95", b"PK\3\4")
+JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists, max_leaves=5)
+
+
+def files() -> list[bytes]:
+    """Some 70 damaged files: no JSON, and notebooks and records with one odd part."""
+    broken = [NOTEBOOK | {key: odd} for key in ("cells", "metadata", "nbformat") for odd in ODD]
+    broken += [NOTEBOOK | {"cells": [cell, *NOTEBOOK["cells"]]} for cell in (None, {}, CELL)]
+    keys = ("lab", "tags", "metrics", "machine", "at", "status")
+    broken += [RECORD | {key: odd} for key in keys for odd in ODD]
+    return [*RAW, *(json.dumps(part).encode() for part in broken)]
+
+
+def test_damaged_input_is_one_message_on_every_command(tmp_path, capsys):
+    (tmp_path / "notebooks").mkdir()
+    record, notebook = tmp_path / "results.jsonl", tmp_path / "notebooks" / "01_lora_math.ipynb"
+    for data in files():
+        record.write_bytes(data)
+        notebook.write_bytes(data)
+        for words in (
+            ("report", "--results", tmp_path),
+            ("handouts", "--results", tmp_path, "--out", tmp_path / "out"),
+            ("run", notebook, "--scale", "huge"),
+            ("diagnose", "--trace", record),
+        ):
+            code = cli.main(list(map(str, words)))
+            said = capsys.readouterr()
+            assert code in (0, 1, 2) and (said.out if code == 0 else said.err), (words, data[:80])
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(odd=st.dictionaries(st.sampled_from(sorted(RECORD)), JSON))
+def test_a_report_of_any_record_is_made_and_says_nothing_to_the_terminal(tmp_path, capsys, odd):
+    lines = [RECORD | odd, {"lab": "\x1b[2J", "status": "done"}]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert cli.main(["report", "--results", str(tmp_path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("run", "01"), ("handouts", "01"), ("doctor",)])
+def test_no_room_for_temporary_files_is_said(tmp_path, monkeypatch, words):
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    folder = REFERENCE.parent if words[0] == "handouts" else tmp_path
+    monkeypatch.setenv("LABUTILS_RESULTS", str(folder))
+    command = [sys.executable, "-m", "labutils.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
+    assert done.returncode and "df -h" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_nothing_is_lost_or_torn_by_faults_at_random():
+    counts = faults.main(8, seed=3, among=("killed_run", "full_disk"))
+    wrong = ("results lost", "notebooks torn", "tracebacks", "hangs", "parts left")
+    assert not [(name, counts[name]) for name in wrong if counts[name]]
