@@ -98,7 +98,6 @@ def pdf(chapter: Chapter, scratch: Path, target: Path) -> str:
 def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path) -> None:
     """Write all chapters, given with their texts in Typst's language, and the glossary as one PDF.
     Raises `RuntimeError`."""
-
     words = _named(COURSE, chapters[0][0].edition)
     rows = []
     for one, _ in chapters:
