@@ -151,6 +151,7 @@ def main(seconds: float, seed: int = 0, among: tuple[str, ...] = ()) -> Counter:
             kind = dice.choice(kinds)
             getattr(trials, kind)()
             trials.counts[kind] += 1
+            print(f"{kind}: {end - time.monotonic():.0f} s left, {dict(trials.counts)}", flush=True)
             while busy:
                 busy.pop().kill()
     finally:
