@@ -53,7 +53,7 @@ def edition_of(executed: NotebookNode, edition: str) -> NotebookNode:
             pictures = {
                 name: data
                 for name, data in cell.get("attachments", {}).items()
-                if f"attachment:{name}" in cell.source and _picture(data)
+                if f"attachment:{name}" in cell.source and picture(data)
             }
             more = {"attachments": pictures} if pictures else {}
             cells.append(new_markdown_cell(cell.source, **shared, **more))
@@ -125,19 +125,19 @@ def _clean(outputs: list[NotebookNode]) -> list[NotebookNode]:
             words = sanitised(f"{output.ename}: {output.evalue}\n")
             shown.append(new_output("stream", name="stdout", text=words))
         elif "data" in output and not any("widget" in kind for kind in output.data):
-            data = _picture(output.data)
+            data = picture(output.data)
             for kind in ("text/markdown", "text/plain"):
                 if not data and kind in output.data:
                     data = {kind: sanitised(output.data[kind])}
             # The value of the last line is noise after what the cell meant to show.
             if data and not (
-                shown and output.output_type == "execute_result" and not _picture(data)
+                shown and output.output_type == "execute_result" and not picture(data)
             ):
                 shown.append(new_output("display_data", data=data))
     return shown
 
 
-def _picture(data: dict) -> dict[str, str]:
+def picture(data: dict) -> dict[str, str]:
     """The picture in an output's data, where it really is one; {} otherwise."""
     for kind, signature in SIGNATURES.items():
         try:

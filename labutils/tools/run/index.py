@@ -78,15 +78,19 @@ def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outc
 
 def _last_picture(path: Path) -> str:
     """The address, picture and all, of the last figure of an executed notebook; "" without one."""
+    from labutils.tools.handouts.editions import picture
+
     try:
         cells = nbformat.read(path, as_version=4).cells
-        outputs = [output for cell in cells for output in cell.get("outputs", [])]
-        pictures = [
-            output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})
-        ]
     except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
         return ""
-    return f"data:image/png;base64,{''.join(pictures[-1].split())}" if pictures else ""
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    pictures = [found for output in outputs if (found := picture(output.get("data", {})))]
+    return (
+        "".join(f"data:{kind};base64,{data}" for kind, data in pictures[-1].items())
+        if pictures
+        else ""
+    )
 
 
 def _read(path: Path) -> tuple[str, str, str, str]:
