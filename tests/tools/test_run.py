@@ -97,6 +97,7 @@ def test_a_lab_gets_its_parameters_and_this_interpreter(notebook, run, results_f
     metrics = kept_run(results_folder, "fine", "first").metrics
     assert (metrics["steps"], metrics["loud"], metrics["python"]) == (5, True, sys.executable)
     assert "inline" in metrics["backend"]
+    assert metrics["transport"] == "ipc"  # a port can be taken before the kernel binds it
     output = results_folder / "notebooks" / "fine.ipynb"
     assert str(results_folder.parent) not in repr(nbformat.read(output, 4).metadata.papermill)
     assert "fine" in (results_folder / "index.html").read_text()

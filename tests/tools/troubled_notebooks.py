@@ -15,6 +15,7 @@ import os, signal, subprocess, sys, time
 from labutils.results.records import Results, Run
 kept = Results(os.environ["LABUTILS_RESULTS"])
 metrics = dict(steps=steps, loud=loud, python=sys.executable, backend=os.environ["MPLBACKEND"])
+metrics["transport"] = get_ipython().kernel.parent.transport
 kept.append(Run("{name}", "first", metrics=metrics))
 """
 TROUBLE = {

@@ -62,6 +62,7 @@ class Kernel:
         }
         self._process: Any = None
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        self._sockets = tempfile.TemporaryDirectory(prefix="labutils-")
 
     def end(self, because: str) -> None:
         """End the process, then all that it started. One that is about to start ends at once."""
@@ -74,6 +75,7 @@ class Kernel:
     def close(self) -> None:
         self.end("over")
         self._printed.close()
+        self._sockets.cleanup()
 
     def exit_code(self) -> int | None:
         """How the process ended (negative: by that signal); None where it runs or never did."""
@@ -98,6 +100,17 @@ class Kernel:
             @default("kernel_spec_manager")
             def _only_this_interpreter(self) -> KernelSpecManager:
                 return KernelSpecManager(kernel_dirs=[])
+
+            # Ports are chosen before a kernel binds them: kernels side by side take each other's.
+            # Files of its own can't be taken; a path to a socket has at most 107 bytes.
+            @default("transport")
+            def _files_instead_of_ports(self) -> str:
+                return "ipc" if len(os.fsencode(kernel._sockets.name)) < 90 else "tcp"
+
+            @default("ip")
+            def _where_the_files_are(self) -> str:
+                own = os.path.join(kernel._sockets.name, "kernel")
+                return own if self.transport == "ipc" else "127.0.0.1"
 
             async def _async_launch_kernel(self, kernel_cmd: list[str], **launch: Any) -> None:
                 launch["env"] = launch.get("env", dict(os.environ)) | kernel._variables
