@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,12 @@ def on_two_ranks(tmp_path_factory) -> Path:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = ["--local-addr=127.0.0.1", "--nproc-per-node=2", HERE / "ranks_at_work.py", folder]
     paths = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "timeout": 280}
-    done = subprocess.run([*torchrun, *ranks], env=environment, **options)
+    own = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    options = {"env": os.environ | own, "capture_output": True, "text": True, "timeout": 280}
+    done = subprocess.run([*torchrun, *ranks], **options)
+    if "(SIGSEGV)" in done.stderr:  # PyTorch 2.13 with gloo on a CPU: one launch of some hundred
+        warnings.warn(f"A rank crashed in native code:\n{done.stderr[:5000]}", stacklevel=1)
+        done = subprocess.run([*torchrun, *ranks], **options)
     assert done.returncode == 0, done.stderr[-5000:]
     return folder
 
