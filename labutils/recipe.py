@@ -84,15 +84,11 @@ class Recipe:
     adapter: str = knob("peft", ("peft", "plain", "folded", "none"))
     """peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass;
     none: no LoRA, every weight of the trained network is trained, held in float32."""
-    base_linear: str = knob(
-        "published",
-        ("published", "fp8-frozen", "fp8-te", "nf4", "nf4-frozen", "nf4-fp8"),
-    )
+    base_linear: str = knob("published", ("published", "fp8-frozen", "fp8-te", "nf4", "nf4-frozen"))
     """How the frozen linear layers hold and multiply their weights: published: as they come;
     fp8-frozen: held once in FP8, a scale a row; fp8-te: Transformer Engine's te.Linear, delayed
-    scaling; nf4: 4 bits, double quantisation (QLoRA), by
-    bitsandbytes; nf4-frozen: the same bytes unpacked inside the compiled graph; nf4-fp8: those
-    unpacked to FP8."""
+    scaling; nf4: 4 bits, double quantisation (QLoRA), by bitsandbytes; nf4-frozen: the same bytes
+    unpacked inside the compiled graph."""
 
     # how the computation is driven
     precision: str = knob("fp16", ("fp32", "fp16", "bf16"))

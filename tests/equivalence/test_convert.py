@@ -24,7 +24,7 @@ from labutils.recipe import STOCK, Unavailable
 from labutils.training import train
 from labutils.workloads import open_workload
 
-ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3, "nf4-frozen": 0.3, "nf4-fp8": 0.3}
+ON_CPU = {"fp8-frozen": 0.06, "nf4": 0.3, "nf4-frozen": 0.3}
 """Kind that runs on a CPU -> how far its logits may be from the published weights', relative to
 their norm."""
 

@@ -13,7 +13,6 @@ What each kind holds for a weight of n parameters, and multiplies with:
   Engine as in article A2. Each pass makes an FP8 copy of the weight and that copy's transpose.
 - nf4: 0.52 n bytes, unpacked to the compute dtype before each product (QLoRA), by bitsandbytes.
 - nf4-frozen: the same bytes, unpacked by operations that a compiler sees (`nf4_linear`).
-- nf4-fp8: the same bytes, unpacked to FP8 with a scale a row, and multiplied as fp8-frozen does.
 
 A library or GPU that isn't there raises `labutils.recipe.Unavailable`, before anything is changed.
 """
@@ -33,25 +32,15 @@ import torch.utils.checkpoint
 from torch import nn
 
 from labutils.layers.quantization.fp8_linear import MULTIPLE, FrozenFP8Linear, check_weight
-from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization.nf4_linear import FrozenNF4Linear
 from labutils.recipe import Unavailable, check_choice
 
-BYTES_READ = {
-    "fp8-frozen": 1.0,
-    "fp8-te": 1.0,
-    "nf4": 0.516,
-    "nf4-frozen": 0.516,
-    "nf4-fp8": 0.516,
-}
+BYTES_READ = {"fp8-frozen": 1.0, "fp8-te": 1.0, "nf4": 0.516, "nf4-frozen": 0.516}
 """Kind -> bytes of a converted weight, constants included, that a pass must read; others have the
 model's own.
 """
 
-PRODUCTS = {
-    "fp8-frozen": "fp8_rowwise",
-    "nf4-fp8": "fp8_rowwise",
-    "fp8-te": "fp8",
-}
+PRODUCTS = {"fp8-frozen": "fp8_rowwise", "fp8-te": "fp8"}
 """Kind -> what its products are multiplied as, where that isn't the recipe's precision
 (`profiling.measured_rates.RATES`).
 """
@@ -200,7 +189,6 @@ MAKERS: dict[str, Callable[[torch.dtype], Make]] = {
     "fp8-te": _transformer_engine,
     "nf4": _bitsandbytes,
     "nf4-frozen": lambda compute_dtype: FrozenNF4Linear.from_linear,
-    "nf4-fp8": lambda compute_dtype: FrozenNF4FP8Linear.from_linear,
 }
 """Kind -> compute dtype -> what makes one such layer of a frozen nn.Linear."""
 

@@ -76,7 +76,7 @@ class FrozenLinear(nn.Module):
             raise ValueError(
                 f"The input is {tuple(x.shape)}; this layer takes (..., {self.in_features})."
             )
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -143,7 +143,7 @@ def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
             f"bits: it takes a matrix of floating-point numbers, both sides multiples of "
             f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
         )
-    if not weight.is_meta and not weight.float().isfinite().all():
+    if not weight.float().isfinite().all():
         raise ValueError("This weight holds NaN or infinity. Check where it was loaded.")
 
 
