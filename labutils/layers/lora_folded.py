@@ -38,11 +38,9 @@ class FoldedLinear(nn.Module):
     gives all their results side by side [..., n out]; the others aren't called.
 
     It has the anatomy of a LoRA layer (`labutils.layers.lora`): lora_A["default"].weight and
-    lora_B["default"].weight are views of the stacked matrices that are trained, so saving
-    and counting work on it as on any other.
+    lora_B["default"].weight are views of the stacked matrices that are trained, so they
+    are found and counted as in any other.
     """
-
-    active_adapter = "default"
 
     def __init__(self, base: nn.Linear, scaling: float) -> None:
         super().__init__()

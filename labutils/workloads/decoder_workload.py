@@ -18,7 +18,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +35,7 @@ from labutils.layers.activation_checkpoint import (
 )
 from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
 from labutils.layers.grouped_moe import register_experts
-from labutils.layers.lora import attach_lora, save_adapter
+from labutils.layers.lora import attach_lora
 from labutils.layers.packed_attention import register_attention
 from labutils.layers.quantization.convert import (
     convert_base,
@@ -366,10 +365,6 @@ class DecoderWorkload(Workload):
 
     def converted(self, model: nn.Module, recipe: Recipe) -> list[str]:
         return frozen_linears(model, self.left_out(recipe))
-
-    def save(self, model: Published | Rewritten, folder: Path) -> None:
-        """Write the adapter under the names that PEFT gives it in transformers' model."""
-        save_adapter(model.network, folder, base_model=self.hub or None)
 
     # ---------------------------------------------------------------------------- the loss
 

@@ -6,10 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from recipes_at_work import PLAIN, copied, sd_workload
+from recipes_at_work import PLAIN, adapter_state, copied, sd_workload
 
 from labutils.data.loader import EpochOrder, EveryNth
-from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK
 from labutils.training import Trainer
 from labutils.training.batches import Batches
