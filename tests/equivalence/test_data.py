@@ -23,7 +23,7 @@ from labutils.data.generated_images import (
     drawing,
     varied_size,
 )
-from labutils.data.images import captioned_images, image_text_dataset, leaf_images
+from labutils.data.images import Preprocess, captioned_images, leaf_images
 from labutils.data.loader import EpochOrder, make_loader
 from labutils.data.texts import LONG, SHORT, token_lengths, written
 from labutils.data.tokenizers import clip_tokenizer
@@ -42,7 +42,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def examples(cache):
-    return image_text_dataset(captioned_images(cache, FILES), clip_tokenizer(), resolution=64)
+    return captioned_images(cache, FILES).with_transform(Preprocess(clip_tokenizer(), 64))
 
 
 def digest(value):

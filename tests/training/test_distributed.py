@@ -114,7 +114,7 @@ EAGER_FSDP = {"parallel": "fsdp", "driver": "eager", "precision": "bf16"}
     [
         ({"accumulation": 3}, 2, 100, "Use accumulation=2 or 4"),
         ({"micro_batch": 2}, 4, 7, "the dataset has 7"),
-        ({"driver": "graph", "logging": "ring-buffer"}, 2, 100, "driver='eager'"),
+        ({"driver": "accelerate"}, 2, 100, "driver='eager'"),
         (EAGER_FSDP | {"adapter": "folded"}, 2, 100, "Use adapter='none' or"),
         (EAGER_FSDP | {"compile": "default"}, 2, 100, "compile_scope='blocks'"),
     ],
