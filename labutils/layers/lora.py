@@ -105,8 +105,6 @@ def attach_lora(
 def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Names of the layers that `targets` match by PEFT's rule, in the model's order. `ValueError`
     if none does."""
-    if isinstance(targets, str):
-        raise ValueError(f"targets={targets!r} is one string. Give a tuple: ({targets!r},).")
     named = dict(module.named_modules())
     names = [n for n in named if any(n == t or n.endswith("." + t) for t in targets)]
     if not names:
@@ -122,13 +120,7 @@ def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
 def _attach_plain(module: nn.Module, names: list[str], rank: int, alpha: float) -> None:
     """Put a LoRALinear in the place of each named nn.Linear."""
     for name in names:
-        layer = module.get_submodule(name)
-        if not isinstance(layer, nn.Linear):
-            raise ValueError(
-                f"{name!r} is a {type(layer).__name__}; kind='plain' adapts nn.Linear layers. Use "
-                "kind='peft'."
-            )
-        module.set_submodule(name, LoRALinear(layer, rank, alpha))
+        module.set_submodule(name, LoRALinear(module.get_submodule(name), rank, alpha))
 
 
 def _attach_peft(module: nn.Module, names: list[str], rank: int, alpha: float) -> None:

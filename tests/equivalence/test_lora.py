@@ -194,7 +194,6 @@ def test_targets_match_as_in_peft(targets, matched):
     [
         ({"targets": ("to_q",)}, "down, up"),
         ({"rank": 0}, "rank=0"),
-        ({"targets": ("norm",)}, "Norm"),
     ],
 )
 def test_what_cant_be_attached_is_said(change, message):

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,16 +115,6 @@ class FrozenFP8Linear(FrozenLinear):
 
     def restored(self) -> Tensor:
         return self.weight.float() * self.scale
-
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *more: Any) -> None:
-        """Refuse a 16-bit weight: loading would cast it without a scale, and say nothing."""
-        there = state.get(f"{prefix}weight")
-        if there is not None and there.dtype != E4M3.dtype:
-            raise ValueError(
-                f"{prefix}weight is {there.dtype}, and this frozen layer holds {E4M3.dtype}. Load "
-                "the state into the model before convert_base."
-            )
-        super()._load_from_state_dict(state, prefix, *more)
 
 
 def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
