@@ -48,7 +48,6 @@ class FoldedLinear(nn.Module):
         self.scaling = {"default": scaling}
         self.lora_A: dict[str, Any] = {}
         self.lora_B: dict[str, Any] = {}
-        self.in_features, self.out_features = base.in_features, base.out_features
         # A plain tensor, no parameter: autograd is to see where each W' comes from.
         self.weight = base.weight.detach()
         self.bias = None if base.bias is None else base.bias.detach()

@@ -98,7 +98,7 @@ class Trainer:
             hooks["on_model"](self.model)
         self.dataset = hooks.get("dataset", workload.dataset)(self.model, recipe)
         self.encode_s: float | None = getattr(self.dataset, "encode_s", None)
-        distributed.check(recipe, self.ranks.count, len(self.dataset))
+        distributed.check(recipe, self.ranks.count)
         self.driver = self._driver(hooks.get("driver", DRIVERS[recipe.driver]))
         self.batches = self._batches(taken=0)
         self.build_s = time.perf_counter() - began
