@@ -59,7 +59,9 @@ def test_the_reference_machines_peaks_were_predictable(tmp_path):
     measured: dict[tuple, list[float]] = {}
     for run in records.read_runs(records.REFERENCE):
         if run.ok and run.workload == "sd15-lora" and run.scale == "full" and run.recipe:
-            recipe, peak = Recipe(**run.recipe), run.metric("peak_allocated_gb")
+            # On record are also forms of AdamW that recipes no longer name; none sets the peak.
+            recipe = Recipe(**run.recipe | {"optimizer": "adamw-fused"})
+            peak = run.metric("peak_allocated_gb")
             plain = recipe.compile == "off" and recipe.driver != "graph"
             if peak and plain and recipe.tf32 != "nothing" and "ranks" not in run.metrics:
                 key = tuple(getattr(recipe, knob) for knob in knobs)
