@@ -83,13 +83,14 @@ class Trials:
             os.dup2(told, 2)
             sys.stdout = sys.stderr = os.fdopen(told, "w")
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
-            with contextlib.suppress(SystemExit):
-                try:
-                    act(*given)
-                except Exception:
+            try:
+                act(*given)
+            except BaseException as error:
+                if not isinstance(error, SystemExit):
                     traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(0)
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
         began, said, ended = time.monotonic(), b"", 0
         kind = given[0] if act is train else given[0][0]
         moment = self.dice.uniform(0, self.took.get(kind, 5.0)) if kill else LIMIT_S
