@@ -28,6 +28,7 @@ from labutils.data.loader import EpochOrder, make_loader
 from labutils.data.texts import LONG, SHORT, token_lengths, written
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
+from labutils.results.records import REPOSITORY
 
 FILES = 4
 
@@ -119,6 +120,15 @@ def test_an_interrupted_drawing_leaves_no_half_file_and_goes_on(tmp_path):
     assert [path.read_bytes() for path in drawn[0]] == [b"whole"] * 4
     nothing = lambda index: pytest.fail("drawn again")
     assert file_cache.drawn_files(tmp_path, ".x", 4, nothing) == drawn[0]
+
+
+def test_a_relative_cache_is_one_folder_wherever_one_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABUTILS_CACHE", "my cache")
+    here = file_cache.cache_folder()
+    monkeypatch.chdir(tmp_path)  # as a notebook's kernel does
+    assert file_cache.cache_folder() == here == REPOSITORY / "my cache"
+    monkeypatch.setenv("LABUTILS_CACHE", str(tmp_path))
+    assert file_cache.cache_folder() == tmp_path
 
 
 def test_a_cache_without_room_says_what_to_type_and_leaves_no_part(tmp_path, monkeypatch):

@@ -59,10 +59,10 @@ def opened(case: Case, folder: Path, resume: bool = False) -> Trainer:
     return Trainer(workload, case.recipe, folder, resume)
 
 
-def final(case: Case, folder: Path, resume: bool) -> dict:
+def final(case: Case, folder: Path, resume: bool, checkpoint_every: int | None = None) -> dict:
     """Run to the end: weights, moments, losses."""
     with opened(case, folder, resume) as running:
-        running.run(STEPS)
+        running.run(STEPS, checkpoint_every=checkpoint_every)
     moments = [
         state[name]
         for state in running.optimizer.state.values()

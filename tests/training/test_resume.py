@@ -62,6 +62,8 @@ def test_a_save_that_is_killed_leaves_the_last_one(killed):
     assert len(list(folder.glob(f"{FILE}*"))) == 2  # the good one, and what was being written
     with opened(Case(EAGER), folder, resume=True) as trainer:
         assert trainer.step_count == Case(EAGER).saved
+        trainer.save()
+    assert [path.name for path in folder.glob(f"{FILE}*")] == [FILE]  # written over
 
 
 # -------------------------------------------------------------------------------------------------
