@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -181,15 +180,6 @@ def assert_same_path(found: Watched, expected: Watched, rtol: float = 5e-3) -> N
         way = expected.after[name] - start
         off = (found.after[name] - expected.after[name]).norm().item()
         assert off <= rtol * way.norm().item() > 0, f"{name}: {off / way.norm().item():.2e} off"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Sums of one order: as many threads as there happen to be would round differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def kill_rank_1() -> None:

@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from recipes_at_work import one_thread
 
 from labutils.labs import lab06_anyres
 from labutils.labs.ladders import A2_BASE
@@ -19,10 +18,7 @@ QUICK = A2_BASE.but(layers="rewritten", learning_rate=3e-3, micro_batch=2)
 BLOCKS = QUICK.but(micro_batch=1, compile_scope="blocks")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from recipes_at_work import one_thread
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from labutils.course import plots
@@ -23,11 +22,7 @@ from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.decoder_workload import TARGETS
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
