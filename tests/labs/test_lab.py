@@ -4,9 +4,7 @@ scored.
 
 from __future__ import annotations
 
-import ast
 import gc
-import shlex
 import weakref
 
 import nbformat
@@ -21,7 +19,6 @@ from labutils.profiling.machine import machine_facts
 from labutils.recipe import STOCK, Unavailable
 from labutils.results import records as results
 from labutils.results.records import Results, Run, read_records, read_runs
-from labutils.tools import run as runner
 
 PARAMETERS = {"scale": "tiny", "weights": "random", "data": "generated", "results_dir": ""}
 
@@ -98,10 +95,6 @@ def test_words_of_a_command_line_become_values():
     assert parameters.read("rate", "4", "float") == 4.0
     assert parameters.read("loud", "False", "bool") is False
     assert parameters.whole_numbers("batches", "24 1,4  4") == [1, 4, 24]
-    for lab in runner.find():
-        for name, line in lab.parameters.items():
-            default = ast.literal_eval(line["default"])
-            assert parameters.check(name, default, line["inferred_type_name"]) == default
 
 
 def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, capsys):
@@ -228,19 +221,6 @@ def test_predictions_are_kept_and_scored(lab, capsys):
             lab.predict("step", value, "ms")
 
 
-def test_the_end_says_what_is_next_and_what_the_runner_told(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv(results.SOURCES, '{"notebook": "a", "labutils": "b"}')
-    folder = tmp_path / "my results"
-    lab = open_lab("03", notebook(results_dir=str(folder)))
-    lab.keep(Run("", "one"))
-    lab.done()
-    done = read_records(folder)[-1]
-    assert done["sources"] == {"notebook": "a", "labutils": "b"}
-    assert done["parameters"]["scale"] == "tiny" and done["seconds"] >= 0
-    said = capsys.readouterr().out
-    assert f"labutils report --results {shlex.quote(str(folder))}" in said
-
-
 # What fails here
 
 THREE = {"experiment": "workers", "workers": 3}
@@ -359,13 +339,6 @@ def test_a_solution_is_shown_on_request(lab, capsys):
     for wrong in ("06.9", "6", "06.", "x.1", "06.0"):
         with pytest.raises(LabError, match="There is no solution"):
             lab.solution(wrong)
-
-
-def test_a_verdict_is_shown(lab, capsys):
-    assert lab.verdict("A1.workers.three", "A4.network.debug") is None, "a cell would print it"
-    one, other = capsys.readouterr().out.splitlines()[-2:]
-    assert "A1.workers.three" in one and "not testable here" in one and "**told**" in other
-    assert one.count(" | ") == other.count(" | ") == 4
 
 
 def test_choices_are_offered_where_somebody_can_choose(monkeypatch):
