@@ -23,11 +23,10 @@ from labutils.data.generated_images import (
     drawing,
     varied_size,
 )
-from labutils.data.images import captioned_images, image_text_dataset, leaf_images
-from labutils.data.loader import EpochOrder, make_loader
+from labutils.data.images import captioned_images, leaf_images
+from labutils.data.loader import EpochOrder
 from labutils.data.texts import LONG, SHORT, token_lengths, written
 from labutils.data.tokenizers import clip_tokenizer
-from labutils.recipe import STOCK
 
 FILES = 4
 
@@ -38,11 +37,6 @@ def cache(tmp_path_factory):
     captioned_images(folder, FILES)
     leaf_images(folder, FILES)
     return folder
-
-
-@pytest.fixture(scope="module")
-def examples(cache):
-    return image_text_dataset(captioned_images(cache, FILES), clip_tokenizer(), resolution=64)
 
 
 def digest(value):
@@ -207,17 +201,3 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert sorted(longer[:5]) == sorted(longer[5:10]) == list(range(5)) != longer[5:10]
     with pytest.raises(ValueError, match="0 to 4"):
         EpochOrder(5).go_to(0, start=5)
-
-
-def test_workers_bring_the_same_batches_and_leave_training_noise_alone(examples):
-    def batches(workers):
-        loader = make_loader(examples, STOCK.but(num_workers=workers), epoch_length=1)
-        loader.sampler.go_to(2, start=1)
-        return list(loader)
-
-    state = torch.get_rng_state()
-    alone, together = batches(0), batches(2)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(alone) == len(together) == FILES - 1
-    for one, other in zip(alone, together, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -85,15 +85,6 @@ def test_the_last_rung_computes_what_the_first_does(workload, plain):
     assert_same_path(found, plain)
 
 
-def test_the_rank_may_be_any(workload):
-    """Folded layers pad their rank to a multiple of 8, and keep the scaling of the unpadded one."""
-    for rank in (3, 11):
-        plain, folded = (
-            watch(workload, PLAIN.but(rank=rank, adapter=kind)) for kind in ("plain", "folded")
-        )
-        assert_same_gradients(folded.gradients[0], plain.gradients[0])
-
-
 # -------------------------------------------------------------------------------------------------
 # Compiled
 
