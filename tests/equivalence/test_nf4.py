@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bitsandbytes.functional as bnb
 import torch
+from frozen_layers import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,10 +30,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 sizes = st.integers(1, 700)
 seeds = st.integers(0, 999)
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def with_traits(n: int, seed: int, zeros: bool, outlier: bool, exponent: int) -> torch.Tensor:

@@ -49,15 +49,12 @@ def plain(workload) -> Watched:
 
 MERGED = {"micro_batch": 4, "accumulation": 1}
 CHANGES = {
-    "accelerate": {"driver": "accelerate"},
-    "peft": {"adapter": "peft"},
     "folded": {"adapter": "folded"},
     "stock": {"driver": "accelerate", "adapter": "peft"},
     "channels last, rewritten": {"memory_format": "channels_last", "layers": "rewritten"},
     "fused optimizer, device log": {"optimizer": "adamw-fused", "logging": "ring-buffer"},
     "cached text": {"cache": "latents+text"},
     "workers": {"num_workers": 2, "persistent_workers": True},
-    "merged": MERGED,
     "merged, cached": MERGED | {"cache": "latents"},
 }
 LAST_RUNG = (

@@ -114,20 +114,6 @@ def test_encoded_examples_are_what_the_encoders_say(workload):
             torch.testing.assert_close(condition, text, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("asked", "choices"),
-    [
-        ({"name": "sd3"}, "'sd15-lora'"),
-        ({"scale": "huge"}, "'tiny', 'small', 'full'"),
-        ({"weights": "real"}, "'random', 'hub'"),
-        ({"data": "mine"}, "'generated', 'hub'"),
-    ],
-)
-def test_what_is_not_known_is_named_with_what_is(asked, choices):
-    with pytest.raises(ValueError, match=choices):
-        open_workload(**{"name": "sd15-lora", "scale": "tiny", "device": "cpu"} | asked)
-
-
 def test_the_hubs_weights_have_published_sizes():
     with pytest.raises(ValueError, match="published"):
         open_workload("llava-lora", scale="tiny", weights="hub", device="cpu")

@@ -59,8 +59,6 @@ def test_compiled_it_is_one_graph_with_the_same_numbers(kind, autocast):
     block, x, dy = Block(kind), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
     x = x.float() if autocast else x
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        assert torch._dynamo.explain(block)(x.clone().requires_grad_()).graph_break_count == 0
-        torch.compiler.reset()
         expected = passes(block, x, dy)
         found = passes(torch.compile(block, fullgraph=True, dynamic=False), x, dy)
     for mine, theirs in zip(found, expected, strict=True):
