@@ -9,11 +9,7 @@ import peft
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders_at_work import (
-    batch_of,
-    outcome,
-    outcome_of,
-)
+from decoders_at_work import batch_of, outcome, outcome_of
 from recipes_at_work import Products, adapter_gradients, assert_same_gradients, perturb
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, perturb
 from torch import Tensor, nn
 
-from labutils.layers.lora import (
-    attach_lora,
-    lora_layers,
-    save_adapter,
-)
+from labutils.layers.lora import attach_lora, lora_layers, save_adapter
 from labutils.layers.lora_folded import ALIGNMENT, fold, form_weights
 
 
