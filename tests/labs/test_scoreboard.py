@@ -12,13 +12,7 @@ import pytest
 
 from labutils.labs import lab12_scoreboard as scoreboard
 from labutils.results import claims
-from labutils.results.judges import (
-    CONFIRMED,
-    INCONCLUSIVE,
-    REFUTED,
-    Effect,
-    judge_all,
-)
+from labutils.results.judges import CONFIRMED, INCONCLUSIVE, REFUTED, Effect, judge_all
 from labutils.results.records import REFERENCE, Run, Runs, read_runs
 
 CLAIMS = claims.load_claims()
@@ -104,10 +98,3 @@ def test_what_comes_next_is_said_with_what_to_type():
     assert "`labutils run 03 04 06`" in steps(judge_all(None, Runs(), Runs()), done=[])[0]
     assert "`labutils run 03 --force`" in steps([of("A1.workers.one", INCONCLUSIVE)])[0]
     assert "Everything" in steps([of("A1.workers.one", CONFIRMED)])[0]
-
-
-def test_a_rule_is_held_against_the_courses():
-    assert "no answer yet" in scoreboard.check_rule(lambda *times: None)
-    assert "not yet" in scoreboard.check_rule(
-        lambda a, again, b: "confirmed" if sum(b) < sum(a) else "refuted"
-    )
