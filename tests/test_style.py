@@ -87,14 +87,9 @@ def test_what_our_h200_recorded_is_the_lab_as_it_stands():
     assert older == OLDER_EDITIONS
 
 
-def test_pages_lead_where_they_say_and_are_no_longer_than_a_reader_has_time_for():
-    pages = [HOUSE / "README.md", HOUSE / "TEACHING.md", *sorted((HOUSE / "docs").glob("*.md"))]
-    for page in pages:
+def test_pages_lead_where_they_say():
+    for page in [HOUSE / "README.md", HOUSE / "TEACHING.md", *(HOUSE / "docs").glob("*.md")]:
         text = page.read_text("utf-8")
         targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
         missing = [target for target in targets if not (page.parent / target).exists()]
         assert not missing, f"{page.name}: {missing}"
-    readme, teaching = (page.read_text("utf-8") for page in pages[:2])
-    assert len(readme.split()) <= 800 and len(teaching.split()) <= 3000
-    labs = (HOUSE / "notebooks").glob("[0-9]*.ipynb")
-    assert not [lab.name for lab in labs if f"](notebooks/{lab.name})" not in readme]
