@@ -75,12 +75,16 @@ def test_the_unets_arithmetic_is_the_published_one():
 
 
 @pytest.mark.parametrize(
-    ("cache", "micro_batch", "accumulation"),
-    [("nothing", 1, 2), ("latents+text", 3, 1)],
+    "changes",
+    [
+        {"accumulation": 2},
+        {"cache": "latents+text", "micro_batch": 3, "accumulation": 1},
+        {"cache": "latents+text", "accumulation": 1, "adapter": "none"},
+    ],
 )
-def test_flops_are_those_of_a_real_step(cache, micro_batch, accumulation, workload):
+def test_flops_are_those_of_a_real_step(changes, workload):
     """As PyTorch counts them of an optimizer step on a CPU, with attention by products."""
-    recipe = PLAIN.but(cache=cache, micro_batch=micro_batch, accumulation=accumulation)
+    recipe = PLAIN.but(**changes)
     with (
         Trainer(workload, recipe) as trainer,
         sdpa_kernel(SDPBackend.MATH),
@@ -95,9 +99,6 @@ def test_what_the_recipe_changes_about_the_work(workload):
     assert workload.work(PLAIN.but(adapter="folded")) == plain  # what is saved must show as time
     merged = workload.work(PLAIN.but(micro_batch=4, accumulation=1))
     assert (merged.flops, merged.bytes) == (plain.flops, plain.bytes / 4)  # weights are read once
-    text = workload.work(PLAIN.but(cache="latents+text"))
-    whole = workload.work(PLAIN.but(cache="latents+text", adapter="none"))
-    assert 1.3 < whole.flops / text.flops < 1.6  # a trained weight's gradient is one product more
 
 
 def test_encoded_examples_are_what_the_encoders_say(workload):
