@@ -90,8 +90,6 @@ def test_the_hub_out_of_reach_is_said_with_a_cure(tmp_path, monkeypatch):
             ask(tmp_path, 4, data="hub")
     with pytest.raises(ConnectionError, match=r"-p weights .*hf download --repo-type model"):
         clip_tokenizer("hub", tmp_path)
-    with pytest.raises(ValueError, match="one size only"):
-        leaf_images(tmp_path, 1, data="hub", varied_for=112)
 
 
 # The cache

@@ -136,20 +136,3 @@ def test_constants_are_quantised_as_bitsandbytes_does(n, seed):
     assert not (apart & ~allowed).any()
     theirs = bnb.dequantize_blockwise(codes, state) + absmax.mean()
     assert torch.equal(ours.restored()[~apart], theirs[~apart])
-
-
-@given(n=sizes, seed=seeds)
-@settings(max_examples=40, deadline=None)
-def test_a_doubly_quantised_weight_is_restored_as_bitsandbytes_does(n, seed):
-    """From bitsandbytes' own bytes, constants and offset."""
-    x = random(n * 32, seed=seed)
-    packed, state = bnb.quantize_4bit(x, quant_type="nf4", compress_statistics=True)
-    differences = nf4_math.Coded(
-        nf4_math.blocks_of(state.absmax, GROUP).int(),
-        state.state2.absmax,
-        state.state2.code,
-        state.absmax.shape,
-    )
-    absmax = nf4_math.DoublyQuantised(differences, state.offset).restored()
-    ours = NF4(packed.flatten(), absmax, x.shape)
-    assert torch.equal(ours.restored(), restored_by_bitsandbytes(packed, state))

@@ -60,8 +60,6 @@ def reference(tmp_path, monkeypatch):
         ("steps", "3", int, "whole number"),
         ("rate", float("nan"), float, "finite"),
         ("steps", -1, int, "0 or more"),
-        ("ranks", 1, int, "more than 1"),
-        ("hours_a_day", 24.5, float, "24 or less"),
         ("batches", "0 4", str, "whole numbers"),
         ("batches", "9" * 5000, str, "whole numbers"),
     ],

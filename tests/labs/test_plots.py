@@ -1,4 +1,4 @@
-"""Pictures show what they are given, cut nothing off, cover nothing up, and work in grey."""
+"""Pictures show what they are given, cut nothing off and cover nothing up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 FAILED = Run("03", "workers=12", status="error: shared memory ran out")
@@ -147,18 +146,6 @@ def test_names_of_points_that_are_near_each_other_lie_apart(ax):
     plots.over_decoding(ax, {0: {0.0: 160.0, 70.0: 440.0}}, {0: points}, "ms")
     assert len(ax.texts) == 3
     assert_tidy(ax)
-
-
-def lightness(color: str) -> float:
-    """CIE L* of a colour: what is left of it in a grey print."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
-    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return 116 * y ** (1 / 3) - 16
-
-
-def test_fills_differ_in_grey():
-    for (one, hatch), (other, other_hatch) in itertools.combinations(plots.FILLS, 2):
-        assert hatch != other_hatch or abs(lightness(one) - lightness(other)) >= 12
 
 
 PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))

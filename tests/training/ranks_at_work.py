@@ -46,10 +46,7 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "ddp, read at once": ("sd15-lora", SD.but(logging="synchronous")),
     "ddp, no_sync": ("sd15-lora", SD.but(**FOUR)),
     "ddp, each": ("sd15-lora", SD.but(synchronise="each", **FOUR)),
-    "ddp, buckets": (
-        "sd15-lora",
-        SD.but(bucket_cap_mb=1, **WHOLE),
-    ),
+    "ddp, buckets": ("sd15-lora", SD.but(bucket_cap_mb=1, **WHOLE)),
     "ddp, workers": ("sd15-lora", SD.but(cache="nothing", num_workers=1, persistent_workers=True)),
     "ddp, folded": ("sd15-lora", SD.but(adapter="folded")),
     "fsdp": ("sd15-lora", SD.but(**FSDP)),
