@@ -48,10 +48,6 @@ def texts(ax: Axes) -> list[str]:
     return [t.get_text() for t in ax.figure.findobj(Text) if t.get_text() and t.get_visible()]
 
 
-def names_of_rows(ax: Axes) -> list[str]:
-    return [label.get_text() for label in ax.get_yticklabels()]
-
-
 def assert_tidy(ax: Axes) -> None:
     """Nothing leaves the figure, and no text of the axes' own covers another."""
     figure = ax.figure
@@ -84,7 +80,8 @@ def test_a_ladder_shows_what_each_rung_is_worth(ax):
     rungs[-3].samples["step_ms"] = [590, 605, 620, 640, 655]  # within the noise of the rung above
     published = {"950 ms": 290, "625 ms": 141}
     plots.ladder(ax, [*rungs, FAILED], published=published, whose="A1, its card")
-    assert names_of_rows(ax) == [f"{ms} ms" for ms in (950, 625, 620, 400, 120, 50, 35)]
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == [f"{ms} ms" for ms in (950, 625, 620, 400, 120, 50, 35)]
     said = texts(ax)
     assert {"article", "same work", "same mathematics", "A1, its card", "2.06x"} <= set(said)
     assert {"floor 14.8 ms", "floor 8.9 ms"} <= set(said)

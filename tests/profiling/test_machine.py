@@ -6,7 +6,7 @@ import pytest
 
 from labutils.profiling import cuda, machine
 from labutils.profiling.cuda_architectures import runs_on
-from labutils.profiling.machine import default_device, machine_facts, scale_for
+from labutils.profiling.machine import default_device, machine_facts
 
 
 @pytest.mark.parametrize(
@@ -25,12 +25,6 @@ from labutils.profiling.machine import default_device, machine_facts, scale_for
 )
 def test_runs_on(architectures, capability, how):
     assert runs_on(architectures, capability) == how
-
-
-def test_each_lab_asks_for_the_memory_that_it_needs():
-    assert scale_for({}) == "tiny"
-    of_85_gb = [scale_for({"gpu_memory_gb": 85.0}, lab) for lab in ("00", "07", "09")]
-    assert of_85_gb == ["full", "small", "full"]
 
 
 def test_machine_leaves_out_what_does_not_apply():
