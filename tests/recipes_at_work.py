@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -96,22 +97,10 @@ def watch_trainer(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
     unet = trainer.model.unet
     perturb(unet, size)
     watched = Watched(copied(adapter_state(unet)))
-    workload, clip, loss = trainer.workload, torch.nn.utils.clip_grad_norm_, trainer.workload.loss
-
-    def watching_clip(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
-        watched.gradients.append(adapter_gradients(unet))
-        return clip(parameters, *rest, **options)
-
-    def watching_loss(
-        model: nn.Module, batch: dict[str, Tensor], draws: dict[str, Tensor]
-    ) -> Tensor:
-        watched.seen.append((batch, draws))
-        return loss(model, batch, draws)
-
+    keep = lambda parameters: watched.gradients.append(adapter_gradients(unet))
     with (
-        mock.patch.object(workload, "draw", SameDraws(workload)),
-        mock.patch.object(workload, "loss", watching_loss),
-        mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching_clip),
+        mock.patch.object(trainer.workload, "draw", SameDraws(trainer.workload)),
+        watching(trainer.workload, keep, watched.seen),
     ):
         for _ in range(steps):
             trainer.step()
@@ -119,6 +108,29 @@ def watch_trainer(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
     watched.after = copied(adapter_state(unet))
     watched.losses = list(trainer.losses)
     return watched
+
+
+@contextmanager
+def watching(
+    workload: Workload, keep: Callable[[list[nn.Parameter]], object], seen: list
+) -> Iterator[None]:
+    """A context in which `keep` gets the parameters before their gradients are clipped, and `seen`
+    the micro-batches with their random numbers."""
+    clip, loss = torch.nn.utils.clip_grad_norm_, workload.loss
+
+    def watching_clip(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
+        keep(parameters := list(parameters))
+        return clip(parameters, *rest, **options)
+
+    def watching_loss(model: nn.Module, batch: dict, draws: dict) -> Tensor:
+        seen.append((batch, draws))
+        return loss(model, batch, draws)
+
+    with (
+        mock.patch.object(workload, "loss", watching_loss),
+        mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching_clip),
+    ):
+        yield
 
 
 @torch.no_grad()
