@@ -15,11 +15,7 @@ from typing import Any
 from labutils.recipe import SCALES
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
-CHOICES = {
-    "scale": ("auto", *SCALES),
-    "weights": ("random", "hub"),
-    "data": ("generated", "hub"),
-}
+CHOICES = {"scale": ("auto", *SCALES), "weights": ("random", "hub"), "data": ("generated", "hub")}
 LEAST = {
     **dict.fromkeys(("steps", "rounds", "seeds", "method_steps", "log_every", "ranks"), 0),
     **dict.fromkeys(("memory_gb", "blackwell_yen", "h100_yen"), 0),

@@ -8,17 +8,7 @@ from operator import truediv
 from typing import TYPE_CHECKING, Any
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import (
-    AMBER,
-    GREY,
-    INK,
-    LANE_MARKS,
-    MIST,
-    NAVY,
-    PAPER,
-    PURPLE,
-    RUST,
-)
+from labutils.course.plots.palette import AMBER, GREY, INK, LANE_MARKS, MIST, NAVY, PAPER, RUST
 from labutils.course.tables import cell, heading
 from labutils.results.effects import NotTestable, effect
 from labutils.results.records import LANES, Run
@@ -73,10 +63,6 @@ def sweep(
     return ax
 
 
-OTHER = (PURPLE, "^")
-"""The mark of rungs in no lane of the course."""
-
-
 def ladder(
     ax: Axes,
     rungs: Iterable[Run],
@@ -104,7 +90,9 @@ def ladder(
     ratios = dict(zip(list(published or {})[1:], map(truediv, said, said[1:]), strict=False))
     for at, (run, y) in enumerate(zip(steps, heights, strict=True)):
         factor, apart = _against(steps[at - 1], run, runs, metric) if at else ("", True)
-        _draw_rung(ax, y, layout.spread(run, metric), LANE_MARKS.get(run.lane, OTHER), apart)
+        _draw_rung(
+            ax, y, layout.spread(run, metric), LANE_MARKS.get(run.lane, LANE_MARKS["other"]), apart
+        )
         _beside(ax, y, cell(run.metric(metric)), factor, ratios.get(run.run))
     _draw_lanes(ax, steps, heights, "floor_ms" if metric == "step_ms" else "")
     _beside(ax, 0, "ms", "against rung above", whose if ratios else None, weight="bold")

@@ -10,15 +10,7 @@ import numpy as np
 
 from labutils.course.plots import layout
 from labutils.course.plots.layout import Spread
-from labutils.course.plots.palette import (
-    FILLS,
-    GREY,
-    NAVY,
-    PAPER,
-    PURPLE,
-    RUST,
-    TEAL,
-)
+from labutils.course.plots.palette import FILLS, GREY, NAVY, PAPER, PURPLE, RUST, TEAL
 from labutils.results.records import summarise
 
 if TYPE_CHECKING:
@@ -135,9 +127,7 @@ def over_decoding(
 
 
 def grouped(
-    ax: Axes,
-    values: Mapping[str, Mapping[Any, float | Sequence[float]]],
-    ylabel: str,
+    ax: Axes, values: Mapping[str, Mapping[Any, float | Sequence[float]]], ylabel: str
 ) -> Axes:
     """Upright bars in groups: name -> group -> a number, or samples (median and p10-p90).
 

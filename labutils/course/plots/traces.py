@@ -7,16 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import (
-    AMBER,
-    FILLS,
-    KIND_FILLS,
-    NAVY,
-    PAPER,
-    PHASE_FILLS,
-    SHARE_FILLS,
-    Fill,
-)
+from labutils.course.plots.palette import FILLS, KIND_FILLS, PAPER, PHASE_FILLS, SHARE_FILLS, Fill
 from labutils.course.tables import cell
 
 if TYPE_CHECKING:
@@ -119,7 +110,7 @@ def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]
     above it is exposed.
     """
     layout.make_room(ax, 1.6 * len(steps), per_row=0.42)
-    fills = {"computing": (NAVY, ""), "communicating": (AMBER, "///")}
+    fills = dict(zip(("computing", "communicating"), FILLS, strict=False))
     for row, bands in enumerate(steps.values()):
         for shift, times, fill in zip((-0.2, 0.2), bands, fills.values(), strict=True):
             spans = [(s, end - s) for s, end in zip(times[::2], times[1::2], strict=True)]
