@@ -53,7 +53,7 @@ PRODUCTS = {
     "fp8-te": "fp8",
 }
 """Kind -> what its products are multiplied as, where that isn't the recipe's precision
-(`profiling.measured_rates.RATES`).
+(`profiling.measured_rates.ITEMS`).
 """
 
 
