@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 STYLE = Path(__file__).with_name("course.mplstyle")
 AXIS_LABELS = {
     "step_ms": "ms an optimizer step",
-    "data_ms": "ms waiting for data, an optimizer step",
     "ms_per_1k_useful_tokens": "ms for 1000 useful tokens",
 }
 Spread = tuple[float, float, float]
