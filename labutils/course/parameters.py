@@ -16,17 +16,13 @@ from labutils.recipe import SCALES
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 CHOICES = {"scale": ("auto", *SCALES), "weights": ("random", "hub"), "data": ("generated", "hub")}
-LEAST = {
-    **dict.fromkeys(("steps", "rounds", "seeds", "method_steps", "log_every", "ranks"), 0),
-    **dict.fromkeys(("memory_gb", "blackwell_yen", "h100_yen"), 0),
-    "planned_steps": 1,
-}
+LEAST = dict.fromkeys(("steps", "rounds", "ranks", "blackwell_yen", "h100_yen"), 0)
 """Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or
 says unknown.
 """
 ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
 MOST = {"hours_a_day": 24}
-COUNTS = ("batches", "compile_batches")
+COUNTS = ("batches",)
 """Texts that hold whole numbers above 0."""
 EXAMPLES = {
     "str": "words",

@@ -89,11 +89,9 @@ def breakdown(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str = "ms
             value = bar[name]
             ax.barh(row, value, 0.66, left=left, **layout.look(fills[name]))
             if value > 0.06 * longest:
-                look = {
-                    "bbox": {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2},
-                    "ha": "center",
-                }
-                layout.number(ax, cell(value), left + value / 2, row, dots=0, **look)
+                box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}
+                middle = left + value / 2
+                layout.number(ax, cell(value), middle, row, dots=0, ha="center", bbox=box)
             left += value
         if unit != "%":
             layout.number(ax, f"{cell(left)} {unit}", left, row)
