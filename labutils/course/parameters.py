@@ -22,8 +22,6 @@ says unknown.
 """
 ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
 MOST = {"hours_a_day": 24}
-COUNTS = ("batches",)
-"""Texts that hold whole numbers above 0."""
 EXAMPLES = {
     "str": "words",
     "int": "a whole number, e.g. 4",
@@ -70,7 +68,7 @@ def check(name: str, value: Any, kind: str) -> Any:
         takes = "0, or more than 1"
     if takes:
         raise ValueError(f"{name} is {value!r}, but it takes {takes}.")
-    if name in COUNTS:
+    if name == "batches":  # a text of whole numbers
         whole_numbers(name, value)
     return value
 

@@ -6,6 +6,7 @@ no other test on a CPU holds against something independent: an upgrade that move
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from types import ModuleType
@@ -115,13 +116,13 @@ def capability_warning() -> None:
     torch.cuda._check_capability()
 
 
-def dynamo_records() -> tuple[ModuleType, ModuleType]:
-    """Where the compiler calls back, and where it keeps `counters` and `graph_break_reasons` of its
-    work. (A second to import.)
+def dynamo_records() -> tuple[ModuleType, ModuleType, logging.Logger]:
+    """Where the compiler calls back, where it keeps `counters` and `graph_break_reasons` of its
+    work, and where it says which function it gave up. (A second to import.)
     """
     from torch._dynamo import callback, utils
 
-    return callback, utils
+    return callback, utils, logging.getLogger("torch._dynamo.convert_frame")
 
 
 # Operators whose functions in torch.nn.functional don't take what we need: scales a row, documents'

@@ -15,7 +15,6 @@ import psutil
 
 from labutils.profiling import cuda
 
-GB = 10**9
 ROOT = Path("/")
 
 
@@ -111,7 +110,7 @@ def ram_gb(root: Path = ROOT) -> float:
     """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit."""
     limits = [int(limit) for limit in _limits(root, "memory.max") if limit != "max"]
     sizes = [psutil.virtual_memory().total, *limits]
-    return round(min(sizes) / GB, 1)
+    return round(min(sizes) / cuda.GB, 1)
 
 
 def shm_gb() -> float | None:
@@ -119,7 +118,7 @@ def shm_gb() -> float | None:
     where there is none.
     """
     folder = ROOT / "dev/shm"
-    return round(shutil.disk_usage(folder).total / GB, 3) if folder.is_dir() else None
+    return round(shutil.disk_usage(folder).total / cuda.GB, 3) if folder.is_dir() else None
 
 
 def cpu_name() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from labutils.profiling.compat import dynamo_records
 
-CALLBACKS, KEPT = dynamo_records()
+CALLBACKS, KEPT, GIVES_UP = dynamo_records()
 
 
 class Compilation:
@@ -23,16 +23,17 @@ class Compilation:
     recompilation.
 
     graphs: how many graphs the compiler took. graph_breaks: how often it had to end one early.
-    recompilations: how often it set to work on a piece of code that it had compiled before. The
-    compiler's own warnings, of what is being counted anyway, stay off the page.
+    recompilations: how often it set to work on a piece of code that it had compiled before.
+    given_up: how often it left code uncompiled, as it needed too many versions. The compiler's own
+    warnings, of what is being counted anyway, stay off the page.
     """
 
     def __init__(self) -> None:
-        self.graphs = self.graph_breaks = self.recompilations = 0
+        self.graphs = self.graph_breaks = self.recompilations = self.given_up = 0
 
     def metrics(self) -> dict[str, int]:
         """The counts as a run's metrics."""
-        names = ("graphs", "graph_breaks", "recompilations")
+        names = ("graphs", "graph_breaks", "recompilations", "given_up")
         return {name: getattr(self, name) for name in names}
 
     def __enter__(self) -> Compilation:
@@ -41,15 +42,21 @@ class Compilation:
         self._levels = {handler: handler.level for handler in handlers}
         for handler in handlers:
             handler.setLevel(logging.ERROR)
+        GIVES_UP.addFilter(self._notes)
         CALLBACKS.callback_handler.register_start_callback(self._start)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for handler, level in self._levels.items():
             handler.setLevel(level)
+        GIVES_UP.removeFilter(self._notes)
         CALLBACKS.callback_handler.remove_start_callback(self._start)
         self.graphs = graphs_compiled() - self._before[0]
         self.graph_breaks = len(KEPT.graph_break_reasons) - self._before[1]
+
+    def _notes(self, record: logging.LogRecord) -> bool:
+        self.given_up += "recompile_limit" in record.getMessage()
+        return True
 
     def _start(self, args: Any) -> None:
         # "3/2": the third version of the fourth piece of code.

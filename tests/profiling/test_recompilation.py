@@ -1,8 +1,11 @@
 """What the compiler did, by our account, where one knows what it does."""
 
+from unittest import mock
+
 import pytest
 import torch
 
+from labutils.layers.cuda_graph import variants_allowed
 from labutils.profiling.recompilation import Compilation
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -27,8 +30,8 @@ def run(dynamic, sizes):
 )
 def test_three_sizes(dynamic, graphs, recompilations):
     counted = run(dynamic, (3, 4, 5, 3))
-    expected = {"graphs": graphs, "graph_breaks": 0, "recompilations": recompilations}
-    assert counted.metrics() == expected
+    counts = {"graphs": graphs, "graph_breaks": 0, "recompilations": recompilations}
+    assert counted.metrics() == counts | {"given_up": 0}
 
 
 def test_a_graph_break_is_counted():
@@ -39,6 +42,13 @@ def test_a_graph_break_is_counted():
     with Compilation() as counted:
         torch.compile(branching, backend="aot_eager")(torch.ones(3))
     assert (counted.graphs, counted.graph_breaks) == (2, 1)
+
+
+def test_a_function_that_is_given_up_is_counted():
+    limit = mock.patch.object(torch._dynamo.config, "recompile_limit", 2)
+    with limit, variants_allowed("default", "automatic"):
+        counted = run(False, (3, 4, 5, 6))
+    assert (counted.graphs, counted.given_up) == (2, 1)
 
 
 def test_what_was_compiled_before_is_not_counted():

@@ -86,10 +86,8 @@ def look(fill: Fill) -> dict[str, Any]:
     """A fill as matplotlib's keyword arguments; hatches are white on dark colours."""
     color, hatch = fill
     edge = PAPER if color in DARK else INK
-    return {"facecolor": color, "hatch": hatch, "edgecolor": INK, "hatchcolor": edge} | {
-        "linewidth": 0.7,
-        "zorder": 2,
-    }
+    outline = {"edgecolor": INK, "linewidth": 0.7, "zorder": 2}
+    return {"facecolor": color, "hatch": hatch, "hatchcolor": edge} | outline
 
 
 def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None) -> None:

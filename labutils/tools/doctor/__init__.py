@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from labutils.results.records import plain
 from labutils.tools.doctor.checks import FAIL, OK, WARN, Finding, examine
 
-__all__ = ["examine", "main", "render"]
-
 
 def render(findings: Sequence[Finding], width: int = 100) -> str:
     """The findings as a table of text, and a last line that sums them up."""
