@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from math import comb
-from numbers import Real
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import yaml
 
 from labutils.profiling import cuda
+from labutils.recipe import is_number
 
 LOOKS = (9, 15, 25, 41)
 """Rounds after which a timing is looked at: it ends when it is decided."""
@@ -87,18 +87,14 @@ def _form(answer: Any) -> str:
     if isinstance(answer, tuple):
         return f"A tuple of {len(answer)}"
     names = {frozenset: "A set", str: "A word"}
-    return names.get(type(answer), "A number" if _is_number(answer) else "Something else")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return names.get(type(answer), "A number" if is_number(answer) else "Something else")
 
 
 def _alike(right: Any, given: Any, within: float) -> bool:
     """Whether an answer of the same form is the right one, numbers but for `within` of it."""
     if isinstance(right, tuple):
         return all(_alike(*pair, within) for pair in zip(right, given, strict=True))
-    if not (_is_number(right) and _is_number(given)):
+    if not (is_number(right) and is_number(given)):
         return right == given
     # Compared and not subtracted: an integer of any size can be compared with a float.
     return right - within * abs(right) <= given <= right + within * abs(right)

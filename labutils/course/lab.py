@@ -31,7 +31,7 @@ from labutils.course import parameters, recorded, tables
 from labutils.data.file_cache import cache_folder
 from labutils.profiling import cuda
 from labutils.profiling.machine import default_device, machine_facts, meant_for, scale_for
-from labutils.recipe import Recipe, is_finite
+from labutils.recipe import Recipe, is_finite, is_number
 from labutils.results import records
 from labutils.results.records import Run
 from labutils.results.schema1_migration import Tag
@@ -281,8 +281,7 @@ class Lab:
                 "again, or go on."
             )
             return
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not is_finite(value):
+        if not is_number(value):
             of = f" of {unit}" if unit else ""
             raise LabError(
                 f"The prediction of {topic} is {value!r}; it takes a finite number{of}, or None."

@@ -15,23 +15,13 @@ from typing import Any
 from labutils.recipe import SCALES
 
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
-CHOICES = {
-    "scale": ("auto", *SCALES),
-    "weights": ("random", "hub"),
-    "data": ("generated", "hub"),
-}
-LEAST = {
-    **dict.fromkeys(("steps", "rounds", "seeds", "method_steps", "log_every", "ranks"), 0),
-    **dict.fromkeys(("memory_gb", "blackwell_yen", "h100_yen"), 0),
-    "planned_steps": 1,
-}
+CHOICES = {"scale": ("auto", *SCALES), "weights": ("random", "hub"), "data": ("generated", "hub")}
+LEAST = dict.fromkeys(("steps", "rounds", "ranks", "blackwell_yen", "h100_yen"), 0)
 """Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or
 says unknown.
 """
 ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
 MOST = {"hours_a_day": 24}
-COUNTS = ("batches", "compile_batches")
-"""Texts that hold whole numbers above 0."""
 EXAMPLES = {
     "str": "words",
     "int": "a whole number, e.g. 4",
@@ -78,7 +68,7 @@ def check(name: str, value: Any, kind: str) -> Any:
         takes = "0, or more than 1"
     if takes:
         raise ValueError(f"{name} is {value!r}, but it takes {takes}.")
-    if name in COUNTS:
+    if name == "batches":  # a text of whole numbers
         whole_numbers(name, value)
     return value
 

@@ -37,10 +37,8 @@ def cells_of_an_older_edition(executed: NotebookNode, today: NotebookNode) -> in
 
 def source_of_this_cell() -> str:
     """The cell that is running; "" outside of a notebook."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return ""
+    from IPython import get_ipython
+
     shell = get_ipython()
     return shell.history_manager.input_hist_raw[-1] if shell else ""
 

@@ -82,15 +82,12 @@ class Frame(NamedTuple):
         return f"{self.short_file}: {self.function}"
 
 
-def blamed_frames(frames: Sequence[Frame]) -> tuple[Frame | None, Frame | None]:
-    """(the innermost frame of one's own code, or else the innermost; the library function that it
-    called, if any) of a stack from the outermost frame in. Two times None for no frames.
+def blamed_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The innermost frame of one's own code, or else the innermost, of a stack from the outermost
+    frame in; None for no frames.
     """
-    if not frames:
-        return None, None
-    innermost = frames[-1]
-    own = next((frame for frame in reversed(frames) if frame.own), innermost)
-    return own, None if innermost.own else innermost
+    innermost = frames[-1] if frames else None
+    return next((frame for frame in reversed(frames) if frame.own), innermost)
 
 
 def enclosing(slices: Sequence[Slice], moments: Sequence[float]) -> list[tuple[Slice, ...]]:

@@ -15,15 +15,16 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from labutils.profiling import cuda
 from labutils.profiling.intervals import Interval, difference, overlap, total, union
 from labutils.profiling.kernel_categories import category_of
-from labutils.profiling.timing import StepClock
 from labutils.profiling.trace import COMPUTES_NOTHING, Trace
 from labutils.results.records import summarise
 
@@ -60,20 +61,11 @@ def time_all_reduce(sizes: Sequence[int], device: str, ranks: int) -> dict[str, 
 
 
 def _times_ms(size: int, device: str, repeats: int = REPEATS) -> list[float]:
-    message = torch.zeros(max(1, size // 4), device=device)
-    clock = StepClock(message.device)
-
-    def timed(times: int) -> list[float]:
-        clock.start()
-        for _ in range(times):
-            dist.all_reduce(message)
-            clock.mark(0.0)
-        return clock.stop().step_ms
-
-    timed(2)
-    slowest = torch.tensor(min(timed(1)))  # on the host, where all agree how often it is sent
+    send = partial(dist.all_reduce, torch.zeros(max(1, size // 4), device=device))
+    cuda.repeated(send, 2)
+    slowest = torch.tensor(min(cuda.repeated(send, 1)))  # on the host: all agree how often to send
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return timed(min(3, repeats) if slowest.item() > SLOW_MS else repeats)
+    return cuda.repeated(send, min(3, repeats) if slowest.item() > SLOW_MS else repeats)
 
 
 CONNECTIONS = r"NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS"

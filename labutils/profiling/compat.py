@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -116,21 +116,13 @@ def capability_warning() -> None:
     torch.cuda._check_capability()
 
 
-def dynamo_records() -> SimpleNamespace:
-    """What the compiler keeps of its work: `counters`, `graph_break_reasons`, `guard_failures`,
-    its callbacks, and the `logger` that says which function it gave up. (A second to import.)
+def dynamo_records() -> tuple[ModuleType, ModuleType, logging.Logger]:
+    """Where the compiler calls back, where it keeps `counters` and `graph_break_reasons` of its
+    work, and where it says which function it gave up. (A second to import.)
     """
-    from torch._dynamo.callback import CallbackTrigger, callback_handler
-    from torch._dynamo.utils import counters, graph_break_reasons, guard_failures
+    from torch._dynamo import callback, utils
 
-    return SimpleNamespace(
-        CallbackTrigger=CallbackTrigger,
-        callback_handler=callback_handler,
-        counters=counters,
-        graph_break_reasons=graph_break_reasons,
-        guard_failures=guard_failures,
-        logger=logging.getLogger("torch._dynamo.convert_frame"),
-    )
+    return callback, utils, logging.getLogger("torch._dynamo.convert_frame")
 
 
 # Operators whose functions in torch.nn.functional don't take what we need: scales a row, documents'

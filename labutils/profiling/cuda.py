@@ -166,22 +166,23 @@ def timed(
     longer than a launch takes (some 10 us); elsewhere the host's clock. Repeats for about
     `budget_s`, within `at_least` .. `at_most`.
     """
+    repeated(call, warmup)
+    one_ms = max(sum(repeated(call, 1)), 1e-3)
+    return repeated(call, max(at_least, min(at_most, int(1e3 * budget_s / one_ms))))
+
+
+def repeated(call: Callable[[], Any], times: int) -> list[float]:
+    """Milliseconds of each of so many executions of `call`, one right after the other."""
     import torch
 
     from labutils.profiling.timing import StepClock  # it imports PyTorch
 
     clock = StepClock(torch.device("cuda" if available() else "cpu"))
-
-    def times(repeats: int) -> list[float]:
-        clock.start()
-        for _ in range(repeats):
-            call()
-            clock.mark(0.0)
-        return clock.stop().step_ms
-
-    times(warmup)
-    one_ms = max(sum(times(1)), 1e-3)
-    return times(max(at_least, min(at_most, int(1e3 * budget_s / one_ms))))
+    clock.start()
+    for _ in range(times):
+        call()
+        clock.mark(0.0)
+    return clock.stop().step_ms
 
 
 def timed_in_bursts(

@@ -26,12 +26,9 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A step's parts in ms: `compute_ms` of one rank's share, `communication_ms` in all,
-    `exposed_ms` of it.
-    """
+    """A step's parts in ms: `compute_ms` of one rank's share, and `exposed_ms` of communication."""
 
     compute_ms: float
-    communication_ms: float
     exposed_ms: float
 
     @property
@@ -57,12 +54,11 @@ def ddp(alone: Run, link: Link) -> PredictedStep:
     """The least that DDP's step takes, of `alone`: one process's run of one rank's share, with its
     gradients' arrivals."""
     lead, size = alone.samples["lead_ms"], alone.samples["lead_bytes"]
-    done, sent = -lead[0], 0.0
-    for group in buckets(size):
+    done = -lead[0]
+    for group in buckets(size):  # 0 is the last gradient's arrival
         ms = link.all_reduce_ms(sum(size[place] for place in group))
-        done = max(done, -lead[group[-1]]) + ms  # 0 is the last gradient's arrival
-        sent += ms
-    return PredictedStep(alone.metric("step_ms"), sent, max(0.0, done))
+        done = max(done, -lead[group[-1]]) + ms
+    return PredictedStep(alone.metric("step_ms"), max(0.0, done))
 
 
 def efficiency(alone: Run, together: Run) -> float | None:

@@ -15,6 +15,7 @@ compiler has fused is no operation any more.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -35,15 +36,11 @@ class SlowerHost(TorchDispatchMode):
         super().__init__()
         self.delay_us = delay_us
         self.delayed = 0
-        self._launches: dict[Any, bool] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        launches = self._launches.get(func)
-        if launches is None:
-            launches = self._launches[func] = _launches(func)
-        if launches:
+        if _launches(func):
             self.delayed += 1
             until = time.perf_counter_ns() + int(self.delay_us * 1e3)
             while self.delay_us and time.perf_counter_ns() < until:
@@ -51,6 +48,7 @@ class SlowerHost(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@functools.cache  # a step calls some hundred operations, each of them thousands of times
 def _launches(func: Any) -> bool:
     """Whether an operation computes: it is no view, no mere allocation, no mark of the profiler."""
     return not (getattr(func, "is_view", False) or func.name().startswith(_NO_WORK))

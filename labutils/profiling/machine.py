@@ -15,7 +15,6 @@ import psutil
 
 from labutils.profiling import cuda
 
-GB = 10**9
 ROOT = Path("/")
 
 
@@ -58,12 +57,11 @@ def driver() -> str | None:
     return next(iter(done.stdout.split()), None)
 
 
-FULL_GB = {"06": 141, "07": 141, "08": 96, "09": 80, "11": 80}
-"""Lab -> GB of GPU memory that its models take at the scale "full"; `FULL_GB_ELSE` for all others.
-"""
-SMALL_GB = {"11": 24}
-"""The same at the scale "small"; `SMALL_GB_ELSE` for all others."""
-FULL_GB_ELSE, SMALL_GB_ELSE = 40, 8
+NEEDED_GB = {
+    "full": {"": 40, "06": 141, "07": 141, "08": 96, "09": 80, "11": 80},
+    "small": {"": 8, "11": 24},
+}
+"""Scale -> lab -> GB of GPU memory that its models take; "" for all other labs."""
 SEVERAL_GPUS = ("11",)
 """Labs that use all GPUs there are, and whose larger scales need two or more."""
 
@@ -77,21 +75,22 @@ def scale_for(machine: dict[str, Any], lab: str = "") -> str:
     """
     if lab in SEVERAL_GPUS and cuda.count() < 2:
         return "tiny"
-    memory = machine.get("gpu_memory_gb", 0)
-    if memory >= FULL_GB.get(lab, FULL_GB_ELSE):
-        return "full"
-    return "small" if memory >= SMALL_GB.get(lab, SMALL_GB_ELSE) else "tiny"
+    has = machine.get("gpu_memory_gb", 0)
+    fitting = (scale for scale in NEEDED_GB if has >= needed_gb(scale, lab))
+    return next(fitting, "tiny")
+
+
+def needed_gb(scale: str, lab: str) -> int:
+    """GB of GPU memory that a lab takes at the scale "full" or "small"."""
+    by_lab = NEEDED_GB[scale]
+    return by_lab.get(lab, by_lab[""])
 
 
 def meant_for(scale: str, lab: str = "") -> str:
     """In words, the machine that `lab` needs at `scale`."""
     if scale == "tiny":
         return "any CPU"
-    memory = {
-        "full": FULL_GB.get(lab, FULL_GB_ELSE),
-        "small": SMALL_GB.get(lab, SMALL_GB_ELSE),
-    }[scale]
-    return f"{'two GPUs' if lab in SEVERAL_GPUS else 'a GPU'} of {memory} GB"
+    return f"{'two GPUs' if lab in SEVERAL_GPUS else 'a GPU'} of {needed_gb(scale, lab)} GB"
 
 
 def usable_cores(root: Path = ROOT) -> int:
@@ -111,7 +110,7 @@ def ram_gb(root: Path = ROOT) -> float:
     """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit."""
     limits = [int(limit) for limit in _limits(root, "memory.max") if limit != "max"]
     sizes = [psutil.virtual_memory().total, *limits]
-    return round(min(sizes) / GB, 1)
+    return round(min(sizes) / cuda.GB, 1)
 
 
 def shm_gb() -> float | None:
@@ -119,7 +118,7 @@ def shm_gb() -> float | None:
     where there is none.
     """
     folder = ROOT / "dev/shm"
-    return round(shutil.disk_usage(folder).total / GB, 3) if folder.is_dir() else None
+    return round(shutil.disk_usage(folder).total / cuda.GB, 3) if folder.is_dir() else None
 
 
 def cpu_name() -> str:

@@ -32,14 +32,6 @@ NEEDED_CAPABILITY = {
 }
 """Number format of a product -> the compute capability that it takes. fp8 has one scale a matrix,
 fp8_rowwise one a row."""
-RATES = {f"tflops_{dtype}": f"{dtype} products, TFLOP/s" for dtype in NEEDED_CAPABILITY}
-ITEMS = RATES | {
-    "copy_gb_per_s": "memory, read and written, GB/s",
-    "launch_us": "one call of a tiny operation, µs",
-    "graph_node_us": "the same inside a CUDA graph, µs",
-}
-"""What can be probed, and how to call it in a table."""
-
 MIB = 2**20
 
 
@@ -113,7 +105,7 @@ def measured_roofline(dtype: str) -> Roofline:
 def _measured(item: str, device: str) -> tuple[float, ...] | str:
     """The item's samples, or why there are none."""
     try:
-        return tuple(float(f"{sample:.5g}") for sample in _MEASURERS[item](device))
+        return tuple(float(f"{sample:.5g}") for sample in ITEMS[item](device))
     except Unsupported as error:
         return str(error)
     # an operation that this card or this PyTorch lacks fails in many ways; none may end a lab
@@ -237,9 +229,10 @@ def _graph_node(device: str) -> list[float]:
     return [ms * 1e3 / nodes for ms in cuda.timed(cuda.graph_of(work), budget_s=0.2, at_least=20)]
 
 
-_MEASURERS: dict[str, Callable[[str], list[float]]] = {
-    **{item: functools.partial(_matrix_rate, item.removeprefix("tflops_")) for item in RATES},
+ITEMS: dict[str, Callable[[str], list[float]]] = {
+    **{f"tflops_{dtype}": functools.partial(_matrix_rate, dtype) for dtype in NEEDED_CAPABILITY},
     "copy_gb_per_s": _copy_bandwidth,
     "launch_us": _launch,
     "graph_node_us": _graph_node,
 }
+"""What can be probed -> what measures it, on a device."""

@@ -39,8 +39,8 @@ computed again, workspaces, inputs."""
 Entry = Mapping[str, Any]
 """A line of the allocator's history: its "action", "addr" and "size", which is what was asked
 for."""
-Mark = tuple[str, int, list[int], list[int]]
-"""(phase, entries of the history before it, addresses of gradients, addresses of moments)."""
+Mark = tuple[str, int, list[int]]
+"""(phase, entries of the history before it, addresses of gradients)."""
 BLOCK = 512
 """The caching allocator gives memory in multiples of so many bytes."""
 
@@ -124,14 +124,9 @@ class _Record:
         self.trace: list[Entry] = []
         self.seen: list[Mark] = []
 
-    def mark(
-        self, phase: str, gradients: Iterable[Tensor] = (), optimizer: Iterable[Tensor] = ()
-    ) -> None:
-        """From here on it is `phase` ("forward", "backward", "update"); these tensors are
-        gradients, or moments.
-        """
-        addresses = [[self._address(t) for t in kind] for kind in (gradients, optimizer)]
-        self.seen.append((phase, len(self._entries()), *addresses))
+    def mark(self, phase: str, gradients: Iterable[Tensor] = ()) -> None:
+        """From here on it is `phase` ("forward", "backward", "update"); these are gradients."""
+        self.seen.append((phase, len(self._entries()), [*map(self._address, gradients)]))
 
     def step(
         self, held: Mapping[str, int], logit_bytes: frozenset[int] = frozenset()
@@ -226,11 +221,10 @@ def step_memory(
     phases: list[tuple[int, str]] = []
     events = freed_before = 0
     places = [place for _, place, *_ in seen] + [len(trace)]
-    for (phase, begin, *marked), end in zip(seen, places[1:], strict=True):
+    for (phase, begin, gradients), end in zip(seen, places[1:], strict=True):
         phases.append((events, phase))
-        for kind, addresses in zip(("gradients", "optimizer"), marked, strict=True):
-            for address in alive.keys() & set(addresses):
-                alive[address].kind = kind
+        for address in alive.keys() & set(gradients):
+            alive[address].kind = "gradients"
         for entry in trace[begin:end]:
             address, size = entry["addr"], rounded(entry["size"])
             if entry["action"] == "alloc":

@@ -182,8 +182,6 @@ class Host:
 
     def mean_ms(self, program: Program) -> float:
         """Milliseconds a piece of `program`, on average."""
-        if not program.queue:
-            return self.other
         return statistics.fmean(self.of(launch.phase) for launch in program.queue)
 
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from labutils.profiling.call_stacks import (
     Frame,
     Slice,
-    blamed_frames,
+    blamed_frame,
     blamed_operator,
     enclosing,
     own_time,
@@ -83,9 +83,8 @@ class Wait(NamedTuple):
     """One time that the host waited for the GPU, or, from `host_reads`, read a tensor's value.
 
     `call` is the CUDA call that waited and `cause` the PyTorch operator that made it. `where` is
-    the innermost function of one's own code (None without a Python stack), `library` the library
-    function that it called, if that waited, and `builtin` the C function called last
-    ("Tensor.item"). `idle_after` is how long the GPU then had no work, in milliseconds.
+    the innermost function of one's own code (None without a Python stack), and `builtin` the C
+    function called last ("Tensor.item").
     """
 
     start: float
@@ -94,9 +93,7 @@ class Wait(NamedTuple):
     cause: str
     phase: str
     where: Frame | None
-    library: Frame | None
     builtin: str
-    idle_after: float
 
     @property
     def ms(self) -> float:
@@ -293,8 +290,8 @@ class Trace:
             yield from zip(mine, operators, functions, strict=True)
 
     def launches(self) -> dict[str, float]:
-        """Per step: kernels run; kernel launches, graph launches and copy calls made, with the host
-        time in them (`.._ms`). {} without a GPU.
+        """Per step: kernels run; kernel launches, graph launches and copy calls made. {} without a
+        GPU.
 
         There are more kernels than launches where one call launches a CUDA graph of many.
         """
@@ -304,7 +301,6 @@ class Trace:
         for kind, pattern in _CALLS.items():
             calls = [call for call in self.recorded(self.calls) if pattern.match(call.name)]
             counts[kind] = len(calls) / self.steps
-            counts[f"{kind}_ms"] = sum(call.ms for call in calls) / self.steps
         return counts
 
     @cached_property
@@ -460,7 +456,6 @@ class Trace:
             and (_SYNC.match(call.name) or "Pageable" in moved.get(call.correlation, ""))
         )
         waits = []
-        idle = Lookup(self.idle_time)
         copy_start: float | None = None  # of a pageable copy whose operator synchronises next
         nothing = Slice(0.0, 0.0, ""), (), ()
         for (call, operators, functions), (following, following_operators, _) in pairwise(
@@ -474,9 +469,7 @@ class Trace:
                     continue
                 if "DtoH" not in moved[call.correlation]:
                     continue
-            gap = idle.index(call.end)
-            idle_after = 0.0 if gap is None else self.idle_time[gap][1] - call.end
-            waits.append(self._wait(call, operators, functions, start, idle_after))
+            waits.append(self._wait(call, operators, functions, start))
         return sorted(waits, key=lambda wait: wait.start)
 
     def host_reads(self) -> list[Wait]:
@@ -490,33 +483,25 @@ class Trace:
         return sorted(reads, key=lambda wait: wait.start)
 
     def _wait(
-        self,
-        item: Slice,
-        operators: Sequence[Slice],
-        functions: Sequence[Slice],
-        start: float,
-        idle_after: float = 0.0,
+        self, item: Slice, operators: Sequence[Slice], functions: Sequence[Slice], start: float
     ) -> Wait:
         """The wait from `start` to the end of `item`, and who is to blame for it."""
         cause, phase = blamed_operator(operators), self.phase_at(item.start)
         frames, builtin = python_stack(functions)
-        blamed = blamed_frames(frames)
-        return Wait(start, item.end, item.name, cause, phase, *blamed, builtin, idle_after)
+        return Wait(start, item.end, item.name, cause, phase, blamed_frame(frames), builtin)
 
-    def sync_table(self, waits: Sequence[Wait] | None = None) -> list[dict[str, Any]]:
-        """`waits` (default: every synchronisation) by place and cause, the most time first.
+    def sync_table(self) -> list[dict[str, Any]]:
+        """Synchronisations by place and cause, the most time first.
 
         Each row: `where` (file: function of one's own code), `line` (where that function begins),
-        `library` (the library function in between), `builtin`, `cause` (operator), `call`, `phase`
-        (each absent where there is none), and `per_step`, `ms_per_step`, `idle_ms_per_step` (GPU
-        idle after it).
+        `builtin`, `cause` (operator), `call`, `phase` (each absent where there is none), and
+        `per_step`, `ms_per_step`.
         """
         groups: dict[tuple[tuple[str, Any], ...], list[Wait]] = defaultdict(list)
-        for wait in self.waits if waits is None else waits:
+        for wait in self.waits:
             place = {
                 "where": str(wait.where or "no Python stack was recorded"),
                 "line": wait.where and wait.where.line,
-                "library": str(wait.library or ""),
                 "builtin": wait.builtin,
                 "cause": wait.cause,
                 "call": wait.call,
@@ -524,11 +509,10 @@ class Trace:
             }
             groups[tuple((name, value) for name, value in place.items() if value)].append(wait)
         rows = [
-            dict(place)
-            | {
+            {
+                **dict(place),
                 "per_step": len(group) / self.steps,
                 "ms_per_step": sum(wait.ms for wait in group) / self.steps,
-                "idle_ms_per_step": sum(wait.idle_after for wait in group) / self.steps,
             }
             for place, group in groups.items()
         ]

@@ -1,6 +1,6 @@
 """Measured numbers with their intervals: one run's metric, or one run's over another's.
 
-It may import records.
+It may import records and recipe.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from labutils.recipe import is_number
 from labutils.results.records import Run
 
 FEWEST_SAMPLES = 3
@@ -83,8 +84,7 @@ def named(tags: Mapping[str, Any]) -> str:
 def number(value: Any) -> float | None:
     """`value` as a finite float, the median of a summary; None where it is nothing of the kind."""
     value = value.get("median") if isinstance(value, Mapping) else value
-    sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if sound else None
+    return float(value) if is_number(value) else None
 
 
 def metric_of(run: Run, metric: str) -> float:

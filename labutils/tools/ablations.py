@@ -32,7 +32,7 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
-from labutils.tools.diagnose import Fix, diagnose, report
+from labutils.tools.diagnose import Fix, diagnose
 from labutils.tools.diagnose.evidence import Evidence
 from labutils.tools.diagnose.sources import of_record, own_ms_of
 from labutils.training import Benchmark, Trainer
@@ -40,10 +40,6 @@ from labutils.training.model_edits import with_epoch_rate
 from labutils.workloads.base import Workload
 
 START = "start"
-CLOSE = 0.2
-"""A predicted step that is off by no more has come true."""
-TESTS = 0.05
-"""A fix that neither saves so much nor was predicted to is no test of a prediction."""
 TRACED = 2
 PER = {"step": "", "useful token": " a useful token", "example": " an example"}
 
@@ -58,9 +54,8 @@ def ablations(
     """Diagnose `start` on `workload`, then measure the fixes named in `only` against it, all side
     by side with it, each with a model and its activations.
 
-    The run's metrics: `fixes`, `fixes_telling` (those that test a prediction), `fixes_close`,
-    the diagnosis in words (`told`), and `each` fix's row, see `_row`. Raises `RuntimeError` where
-    the start can't be trained.
+    The run's metrics: `each` fix's row, see `_row`. Raises `RuntimeError` where the start can't be
+    trained.
     """
     with Benchmark(workload, same_batches=workload.steps_vary) as bench:
         run = bench.compare({START: start}, max(steps, TRACED + 1), rounds=1)[START]
@@ -82,10 +77,7 @@ def ablations(
     for fix in (replace(fix, gain=now.get(fix.name, 0.0)) for fix in asked):
         pair = (runs[START], runs[fix.name]) if fix.name in recipes else None
         each[fix.name] = _row(fix, pair, why.get(fix.name, ""))
-    offs = [abs(row["off"]) for row in each.values() if is_test(row)]
-    metrics = {"fixes": len(each), "fixes_telling": len(offs)}
-    metrics["fixes_close"] = sum(off <= CLOSE for off in offs)
-    return Run("", "", metrics=metrics | {"told": report.text(diagnosis), "each": each})
+    return Run("", "", metrics={"each": each})
 
 
 def _evidence(bench: Benchmark, run: Run) -> Evidence:
@@ -103,13 +95,10 @@ def _evidence(bench: Benchmark, run: Run) -> Evidence:
         trace = profile(candidate.trainer, TRACED, folder, **options)
     step_ms, data_ms = run.samples["step_ms"][timed], run.samples["data_ms"][timed]
     slowed = max(1.0, trace.wall_ms / trace.steps / statistics.median(step_ms))  # by the profiler
-    writes = {
-        "kind": "write",
-        "place": "labutils/training/loss_log.py",
-        "what": "",
-        "per_step": 1.0,
-    }
-    synchronous, fused = recipe.logging == "synchronous", recipe.optimizer == "adamw-fused"
+    fused, writes = recipe.optimizer == "adamw-fused", []
+    if recipe.logging == "synchronous":
+        line = {"kind": "write", "place": "labutils/training/loss_log.py", "what": ""}
+        writes = [line | {"per_step": 1.0, "ms": own_ms_of(trace) / slowed}]
     peak_gb, useful = run.metric("peak_allocated_gb"), run.metric("useful_tokens")
     texts = {} if useful is None else {"tokens": 1.0, "useful": useful}
     config = {
@@ -128,9 +117,7 @@ def _evidence(bench: Benchmark, run: Run) -> Evidence:
         "backwards": recipe.accumulation,
         "batches": recipe.accumulation,
         "fetch_cpu_ms": None,
-        "calls": [writes | {"per_step": 1.0, "ms": own_ms_of(trace) / slowed}]
-        if synchronous
-        else [],
+        "calls": writes,
         "sync_lines": {},
         "batch_facts": [{"examples": recipe.micro_batch} | texts],
         "loader": {"num_workers": recipe.num_workers, "pin_memory": recipe.pin_memory},
@@ -198,12 +185,6 @@ def _row(fix: Fix, pair: tuple[Run, Run] | None, why: str) -> dict[str, Any]:
     measured = statistics.median(1 - b / a for a, b in zip(before, after, strict=True))
     off = (1 - fix.gain) / (1 - measured) - 1
     return row | {"measured": measured, "off": off, "before": before, "after": after}
-
-
-def is_test(row: Mapping[str, Any]) -> bool:
-    """Whether a fix's row tests a prediction: there was something to gain, or was said to be."""
-    measured = row["measured"]
-    return measured is not None and max(row["predicted"], measured) >= TESTS
 
 
 def round_costs(run: Run, per: str = "step") -> list[float]:

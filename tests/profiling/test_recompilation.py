@@ -30,32 +30,25 @@ def run(dynamic, sizes):
 )
 def test_three_sizes(dynamic, graphs, recompilations):
     counted = run(dynamic, (3, 4, 5, 3))
-    assert (counted.graphs, counted.compilations) == (graphs, graphs)
-    assert counted.recompilations == recompilations
-    assert counted.breaks.total() == 0 < counted.seconds
-    if dynamic is False:
-        assert "tensor 'x' size mismatch" in next(iter(counted.reasons))
-    assert set(run(dynamic, (3,)).metrics()) == {
-        *("graphs", "graph_breaks", "recompilations", "given_up", "compile_s")
-    }
+    counts = {"graphs": graphs, "graph_breaks": 0, "recompilations": recompilations}
+    assert counted.metrics() == counts | {"given_up": 0}
 
 
-def test_a_graph_break_is_counted_with_its_reason():
+def test_a_graph_break_is_counted():
     def branching(x):
         y = x.sin()
         return y + 1 if y.sum().item() > 0 else y - 1
 
     with Compilation() as counted:
         torch.compile(branching, backend="aot_eager")(torch.ones(3))
-    assert (counted.graphs, counted.breaks.total()) == (2, 1)
-    assert "item()" in next(iter(counted.breaks))
+    assert (counted.graphs, counted.graph_breaks) == (2, 1)
 
 
-def test_a_function_that_is_given_up_is_named():
+def test_a_function_that_is_given_up_is_counted():
     limit = mock.patch.object(torch._dynamo.config, "recompile_limit", 2)
     with limit, variants_allowed("default", "automatic"):
         counted = run(False, (3, 4, 5, 6))
-    assert (counted.graphs, counted.given_up) == (2, ["doubled"])
+    assert (counted.graphs, counted.given_up) == (2, 1)
 
 
 def test_what_was_compiled_before_is_not_counted():

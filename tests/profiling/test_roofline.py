@@ -98,7 +98,7 @@ def test_probe_goes_on_when_an_item_fails(on_cpu, monkeypatch):
     def breaks(device):
         raise RuntimeError("no such\nkernel")
 
-    monkeypatch.setitem(measured_rates._MEASURERS, "copy_gb_per_s", breaks)
+    monkeypatch.setitem(measured_rates.ITEMS, "copy_gb_per_s", breaks)
     probed = probe_machine("copy_gb_per_s", "launch_us")
     assert "no such kernel" in probed.skipped["copy_gb_per_s"]
     assert "launch_us" in probed.samples

@@ -46,7 +46,7 @@ def test_times_of_the_recorded_steps(trace):
 def test_counts_and_metrics_are_per_step(trace):
     made = trace.launches()  # six kernels in two steps, from four launches
     assert (made["kernels"], made["launches"], made["graph_launches"]) == (3.0, 1.5, 0.5)
-    assert (made["launches_ms"], made["copy_calls_ms"]) == (us(12.5), us(12.5))
+    assert made["copy_calls"] == 1.0
     metrics = trace.metrics()
     assert metrics["traced_gpu_busy"] == pytest.approx(380 / 2100)
     assert (metrics["syncs_per_step"], metrics["sync_ms"]) == (1.0, us((40 + 35) / 2))
@@ -60,9 +60,7 @@ def test_synchronisations_are_blamed_on_the_line_and_the_operator(trace):
     assert (copied["where"], copied["line"]) == ("labutils/training.py: to_device", 10)
     assert (copied["builtin"], copied["cause"]) == ("Tensor.to", "aten::to")
     assert (copied["per_step"], copied["ms_per_step"]) == (0.5, us(20))
-    assert copied["idle_ms_per_step"] == us(35) and "library" not in copied
     assert read["where"] == "labutils/training.py: log_loss" and read["phase"] == "log"
-    assert read["library"] == "torch/amp/grad_scaler.py: <genexpr>"
     assert (read["cause"], read["call"]) == ("aten::item", "cudaStreamSynchronize")
     on_another_thread = [
         mark("backward", 0, 100),
@@ -297,10 +295,12 @@ def test_a_real_trace_knows_its_steps_its_phases_and_who_read_a_value(tmp_path):
     counted = [name for name, row in rows.items() if row["count"] == 1]
     assert counted == ["to_device", "forward", "backward", "clip", "optimizer", "log"]
     assert sum(row["ms"] for row in rows.values()) * 5 == pytest.approx(trace.wall_ms)
-    (row,) = (r for r in trace.sync_table(trace.host_reads()) if r["phase"] == "log")
-    assert row["where"] == "traces.py: step"
-    assert row["line"] == Training.step.__code__.co_firstlineno
-    assert (row["builtin"], row["cause"], row["per_step"]) == ("Tensor.item", "aten::item", 2.0)
+    reads = [read for read in trace.host_reads() if read.phase == "log"]
+    assert len(reads) == 2 * trace.steps
+    for read in reads:
+        assert str(read.where) == "traces.py: step"
+        assert read.where.line == Training.step.__code__.co_firstlineno
+        assert (read.builtin, read.cause) == ("Tensor.item", "aten::item")
     assert {"GEMM", "reduction"} <= set(trace.categories())
 
 

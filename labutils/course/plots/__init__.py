@@ -10,30 +10,8 @@ package stays cheap.
 from labutils.course.plots.hardware import peaks, roofline
 from labutils.course.plots.layout import use_style
 from labutils.course.plots.memory import stacked_memory
-from labutils.course.plots.palette import (
-    AMBER,
-    FILLS,
-    GREY,
-    INK,
-    KIND_FILLS,
-    LANE_MARKS,
-    MEMORY_FILLS,
-    MIST,
-    NAVY,
-    PHASE_FILLS,
-    PURPLE,
-    ROSE,
-    RUST,
-    TEAL,
-    VERDICT_MARKS,
-)
+from labutils.course.plots.palette import FILLS, INK, MEMORY_FILLS, MIST, NAVY, RUST, VERDICT_MARKS
 from labutils.course.plots.runs import frontier, ladder, sweep, utilisation
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
-from labutils.course.plots.series import (
-    curves,
-    grouped,
-    over_decoding,
-    panels,
-    slower_hosts,
-)
+from labutils.course.plots.series import curves, grouped, over_decoding, panels, slower_hosts
 from labutils.course.plots.traces import beside, breakdown, timeline

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 STYLE = Path(__file__).with_name("course.mplstyle")
 AXIS_LABELS = {
     "step_ms": "ms an optimizer step",
-    "data_ms": "ms waiting for data, an optimizer step",
     "ms_per_1k_useful_tokens": "ms for 1000 useful tokens",
 }
 Spread = tuple[float, float, float]
@@ -87,10 +86,8 @@ def look(fill: Fill) -> dict[str, Any]:
     """A fill as matplotlib's keyword arguments; hatches are white on dark colours."""
     color, hatch = fill
     edge = PAPER if color in DARK else INK
-    return {"facecolor": color, "hatch": hatch, "edgecolor": INK, "hatchcolor": edge} | {
-        "linewidth": 0.7,
-        "zorder": 2,
-    }
+    outline = {"edgecolor": INK, "linewidth": 0.7, "zorder": 2}
+    return {"facecolor": color, "hatch": hatch, "hatchcolor": edge} | outline
 
 
 def fill_legend(ax: Axes, fills: Mapping[str, Fill], beside: float | None = None) -> None:

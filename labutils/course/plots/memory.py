@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from labutils.course.plots import layout
 from labutils.course.plots.palette import GREY, INK, RUST, Fill
 from labutils.course.tables import cell
@@ -25,19 +27,15 @@ def stacked_memory(
     `phases` are (event, name). Of more than `most` events, each few are shown by the one at which
     most is held, so that no peak is lost.
     """
-    totals = [sum(levels) for levels in zip(*series.values(), strict=True)]
+    levels = np.array(list(series.values()))
+    totals = levels.sum(axis=0)
     count, width = len(totals), -(-len(totals) // most)
-    chosen = [
-        max(range(at, min(at + width, count)), key=totals.__getitem__)
-        for at in range(0, count, width)
-    ]
-    unit, scale = ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
-    low = [0.0] * len(chosen)
-    for kind, levels in series.items():
-        high = [base + levels[at] / scale for base, at in zip(low, chosen, strict=True)]
+    chosen = [at + totals[at : at + width].argmax() for at in range(0, count, width)]
+    unit, scale = ("GB", 1e9) if totals.max() >= 1e9 else ("MB", 1e6)
+    tops = levels[:, chosen].cumsum(axis=0) / scale
+    for kind, low, high in zip(series, [0 * tops[0], *tops], tops, strict=False):
         ax.fill_between(chosen, low, high, step="post", **layout.look(fills[kind]))
-        low = high
-    peak = max(range(count), key=totals.__getitem__)
+    peak = totals.argmax()
     top = totals[peak] / scale
     ax.plot(peak, top, "v", color=RUST, markersize=8, zorder=4)
     side = {"ha": "right", "dots": -8} if peak > 0.5 * count else {"ha": "left", "dots": 8}

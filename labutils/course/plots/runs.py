@@ -8,17 +8,7 @@ from operator import truediv
 from typing import TYPE_CHECKING, Any
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import (
-    AMBER,
-    GREY,
-    INK,
-    LANE_MARKS,
-    MIST,
-    NAVY,
-    PAPER,
-    PURPLE,
-    RUST,
-)
+from labutils.course.plots.palette import AMBER, GREY, INK, LANE_MARKS, MIST, NAVY, PAPER, RUST
 from labutils.course.tables import cell, heading
 from labutils.results.effects import NotTestable, effect
 from labutils.results.records import LANES, Run
@@ -34,15 +24,14 @@ def sweep(
     published: Mapping[float, float | None] | None = None,
     model: Mapping[float, float] | None = None,
     xlabel: str = "",
-    metric: str = "step_ms",
     published_label: str = "article",
 ) -> Axes:
-    """Medians with p10-p90 over a knob's values `x`; None, or a run without the metric: failed.
+    """Steps' medians with p10-p90 over a knob's values `x`; None, or a run without them: failed.
 
     `published` (x -> ms, None: failed) is the article's curve and `model` (x -> ms) a prediction,
-    both in the units of `metric`.
+    both of an optimizer step.
     """
-    spreads = [layout.spread(run, metric) if run else None for run in runs]
+    spreads = [layout.spread(run, "step_ms") if run else None for run in runs]
     measured = {at: s for at, s in zip(x, spreads, strict=True) if s}
     published, model = published or {}, dict(sorted((model or {}).items()))
     points = {at: ms for at, ms in published.items() if ms is not None}
@@ -50,9 +39,8 @@ def sweep(
         look = {"color": GREY, "markerfacecolor": PAPER, "label": published_label}
         ax.plot(*layout.xy(points), "s--", **look)
     if model:
-        ax.plot(
-            *layout.xy(model), "-", color=AMBER, linewidth=5, alpha=0.8, label="formula", zorder=1
-        )
+        look = {"color": AMBER, "linewidth": 5, "alpha": 0.8, "label": "formula", "zorder": 1}
+        ax.plot(*layout.xy(model), "-", **look)
     if measured:
         low, median, high = zip(*measured.values(), strict=True)
         ax.plot(list(measured), median, "o-", color=NAVY, label="measured here, p10-p90", zorder=4)
@@ -68,13 +56,9 @@ def sweep(
             ax.plot(at, height, "x", color=color, markersize=8, markeredgewidth=2.2, zorder=4)
             layout.number(ax, f"failed ({whose})", at, height, dots=-8, ha="right")
     ax.set(ylim=(0, 1.18 * top), xticks=sorted({*x, *published}), xlabel=xlabel)
-    ax.set_ylabel(layout.axis_label(metric))
+    ax.set_ylabel(layout.axis_label("step_ms"))
     layout.legend(ax, columns=3)
     return ax
-
-
-OTHER = (PURPLE, "^")
-"""The mark of rungs in no lane of the course."""
 
 
 def ladder(
@@ -104,7 +88,9 @@ def ladder(
     ratios = dict(zip(list(published or {})[1:], map(truediv, said, said[1:]), strict=False))
     for at, (run, y) in enumerate(zip(steps, heights, strict=True)):
         factor, apart = _against(steps[at - 1], run, runs, metric) if at else ("", True)
-        _draw_rung(ax, y, layout.spread(run, metric), LANE_MARKS.get(run.lane, OTHER), apart)
+        _draw_rung(
+            ax, y, layout.spread(run, metric), LANE_MARKS.get(run.lane, LANE_MARKS["other"]), apart
+        )
         _beside(ax, y, cell(run.metric(metric)), factor, ratios.get(run.run))
     _draw_lanes(ax, steps, heights, "floor_ms" if metric == "step_ms" else "")
     _beside(ax, 0, "ms", "against rung above", whose if ratios else None, weight="bold")
@@ -114,9 +100,8 @@ def ladder(
     ax.set_ylim(heights[-1] + 0.7, -0.6)
     ax.set_xscale("log", subs=())
     low, high = ax.get_xlim()
-    ax.xaxis.get_major_locator().set_params(
-        subs=(1, 3) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
-    )
+    ticks = (1, 3) if high > 10 * low else (1, 1.5, 2, 3, 5, 7)
+    ax.xaxis.get_major_locator().set_params(subs=ticks)
     ax.xaxis.set_major_formatter("{x:g}")
     marks = "dot: median, line: p10 to p90; hollow and grey: within the noise"
     ax.set_xlabel(f"{layout.axis_label(metric)}, logarithmic\n({marks})")
@@ -169,16 +154,10 @@ def _draw_lanes(ax: Axes, steps: Sequence[Run], heights: Sequence[float], floor:
             layout.number(ax, f"floor {cell(floors[-1][0])} ms", floors[0][0], top, -4, color=RUST)
 
 
-def frontier(
-    ax: Axes,
-    runs: Iterable[Run],
-    kind: Callable[[Run], str],
-    metrics: tuple[str, str] = ("peak_allocated_gb", "useful_tokens_per_s"),
-) -> Axes:
-    """What runs reach over what they take, the two `metrics`: a named point a run, with a mark for
-    each `kind`. The x axis is logarithmic; runs without both metrics are left out."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
+def frontier(ax: Axes, runs: Iterable[Run], kind: Callable[[Run], str]) -> Axes:
+    """Useful tokens a second over peak memory: a named point a run, with a mark for each `kind`.
+    The x axis is logarithmic; runs without both metrics are left out."""
+    metrics = ("peak_allocated_gb", "useful_tokens_per_s")
     by_kind: dict[str, list[tuple[float, float, str]]] = {}
     for run in runs:
         if run.ok and all(map(run.metric, metrics)):
@@ -189,10 +168,10 @@ def frontier(
     every = sorted(point for points in by_kind.values() for point in points)
     for (x, y, name), lower in zip(every, cycle((5, -11, 14, -20)), strict=False):
         ax.annotate(name, (x, y), (6, lower), textcoords="offset points", fontsize=7)
-    ax.set(xscale="log", ylim=(0, None), xlabel=heading(metrics[0]), ylabel=heading(metrics[1]))
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.set(ylim=(0, None), xlabel=heading(metrics[0]), ylabel=heading(metrics[1]))
+    ax.set_xscale("log", subs=())
+    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.xaxis.set_minor_formatter(NullFormatter())
     layout.legend(ax)
     return ax
 

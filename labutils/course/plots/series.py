@@ -10,15 +10,7 @@ import numpy as np
 
 from labutils.course.plots import layout
 from labutils.course.plots.layout import Spread
-from labutils.course.plots.palette import (
-    FILLS,
-    GREY,
-    NAVY,
-    PAPER,
-    PURPLE,
-    RUST,
-    TEAL,
-)
+from labutils.course.plots.palette import FILLS, GREY, NAVY, PAPER, PURPLE, RUST, TEAL
 from labutils.results.records import summarise
 
 if TYPE_CHECKING:
@@ -135,9 +127,7 @@ def over_decoding(
 
 
 def grouped(
-    ax: Axes,
-    values: Mapping[str, Mapping[Any, float | Sequence[float]]],
-    ylabel: str,
+    ax: Axes, values: Mapping[str, Mapping[Any, float | Sequence[float]]], ylabel: str
 ) -> Axes:
     """Upright bars in groups: name -> group -> a number, or samples (median and p10-p90).
 
@@ -145,7 +135,8 @@ def grouped(
     """
     groups = list(next(iter(values.values())))
     for place, (name, by_group) in enumerate(values.items()):
-        at = [group + _shift(place, len(values)) for group in range(len(groups))]
+        shift = (place - (len(values) - 1) / 2) * 0.8 / len(values)  # from the group's middle
+        at = [group + shift for group in range(len(groups))]
         spreads = [layout.spread_of(summarise(np.atleast_1d(by_group[group]))) for group in groups]
         low, median, high = np.transpose(spreads)
         look = layout.look(FILLS[place]) | {"label": name}
@@ -155,8 +146,3 @@ def grouped(
     ax.set_ylabel(ylabel)
     ax.grid(axis="x", visible=False)
     return ax
-
-
-def _shift(place: int, names: int) -> float:
-    """How far from its group's middle the bar at this place stands."""
-    return (place - (names - 1) / 2) * 0.8 / names

@@ -7,16 +7,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from labutils.course.plots import layout
-from labutils.course.plots.palette import (
-    AMBER,
-    FILLS,
-    KIND_FILLS,
-    NAVY,
-    PAPER,
-    PHASE_FILLS,
-    SHARE_FILLS,
-    Fill,
-)
+from labutils.course.plots.palette import FILLS, KIND_FILLS, PAPER, PHASE_FILLS, SHARE_FILLS, Fill
 from labutils.course.tables import cell
 
 if TYPE_CHECKING:
@@ -98,11 +89,9 @@ def breakdown(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str = "ms
             value = bar[name]
             ax.barh(row, value, 0.66, left=left, **layout.look(fills[name]))
             if value > 0.06 * longest:
-                look = {
-                    "bbox": {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2},
-                    "ha": "center",
-                }
-                layout.number(ax, cell(value), left + value / 2, row, dots=0, **look)
+                box = {"facecolor": PAPER, "edgecolor": "none", "pad": 1.2}
+                middle = left + value / 2
+                layout.number(ax, cell(value), middle, row, dots=0, ha="center", bbox=box)
             left += value
         if unit != "%":
             layout.number(ax, f"{cell(left)} {unit}", left, row)
@@ -119,7 +108,7 @@ def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]
     above it is exposed.
     """
     layout.make_room(ax, 1.6 * len(steps), per_row=0.42)
-    fills = {"computing": (NAVY, ""), "communicating": (AMBER, "///")}
+    fills = dict(zip(("computing", "communicating"), FILLS, strict=False))
     for row, bands in enumerate(steps.values()):
         for shift, times, fill in zip((-0.2, 0.2), bands, fills.values(), strict=True):
             spans = [(s, end - s) for s, end in zip(times[::2], times[1::2], strict=True)]

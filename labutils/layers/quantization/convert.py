@@ -42,7 +42,7 @@ model's own.
 
 PRODUCTS = {"fp8-frozen": "fp8_rowwise", "fp8-te": "fp8"}
 """Kind -> what its products are multiplied as, where that isn't the recipe's precision
-(`profiling.measured_rates.RATES`).
+(`profiling.measured_rates.ITEMS`).
 """
 
 

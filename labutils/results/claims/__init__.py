@@ -1,4 +1,4 @@
-"""What the four articles claim: one YAML file an article, checked against a schema when loaded.
+"""What the four articles claim: one YAML file an article. A test holds them to schema.json.
 
 It may import nothing of the package.
 """
@@ -7,29 +7,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-KINDS = ("statement", "advice", "setting", "predicted")
-"""A statement has a number or a direction, advice promises neither, a setting is told and not
-judged, and a predicted claim is held against a model."""
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "compare": ("metric", "direction", "size", "trend", "over", "heavier", "lighter"),
-    "ratio": ("metric", "form", "direction", "tolerance", "at_least", "over"),
-    "range": ("metrics", "min", "max"),
-    "equals": ("metrics", "values", "tolerance", "absent"),
-    "fails": ("words", "cure"),
-    "contains": ("metric", "items"),
-    "predicts": ("readings", "assumption", "min", "max", "margin", "fastest"),
-    "advice": ("metric", "direction"),
-}
-"""The judges and their parameters. What each means stands with the judge."""
-ROLES = ("run", "base", "changed", "than_base", "than_changed", "control")
-"""What a run is to a claim."""
 Tags = dict[str, Any]
 
 
@@ -53,6 +37,8 @@ class Article:
 class Claim:
     """One published statement and its test.
 
+    A statement has a number or a direction, advice promises neither, a setting is told and not
+    judged, and a predicted claim is held against a model: its `kind`.
     `published` holds the article's numbers in `unit`, in the order of the statement; `says`
     replaces how they are written where a word was published. `runs` gives the tags of the run that
     has each role. `how` holds the judge's parameters. `needs` is a "gpu", "any" machine, or a
@@ -69,7 +55,7 @@ class Claim:
     judge: str = ""
     runs: Mapping[str, Tags] = field(default_factory=dict)
     how: Mapping[str, Any] = field(default_factory=dict)
-    published: tuple[float, ...] = ()
+    published: Sequence[float] = ()
     unit: str = ""
     says: str = ""
     needs: str = "gpu"
@@ -123,47 +109,8 @@ def _files() -> list[Path]:
 
 @functools.cache
 def _load(path: Path) -> tuple[Article, tuple[Claim, ...]]:
-    """The article of a file and its claims. Raises `ValueError` that names the claim and what is
-    wrong with it.
-    """
+    """The article of a file and its claims."""
     parts = yaml.safe_load(path.read_text(encoding="utf-8"))
     article = Article(**parts["article"], untested=tuple(parts["untested"]))
-    claims = []
-    for entry in parts["claims"]:
-        if wrong := mistake(entry, article.key):
-            raise ValueError(f"{path.name}, {entry.get('id', 'a claim without id')}: {wrong}.")
-        published = tuple(entry.pop("published", ()))
-        claims.append(Claim(article=article.key, published=published, **entry))
-    return article, tuple(claims)
-
-
-def mistake(entry: Mapping[str, Any], article: str) -> str:
-    """What is wrong with a claim of a file, "" where nothing is."""
-    required = ("id", "section", "kind", "statement", "lab")
-    if missing := [n for n in required if not isinstance(entry.get(n), str) or not entry[n]]:
-        return f"{missing[0]} is missing or no text"
-    known = set(Claim.__dataclass_fields__) - {"article"}
-    if unknown := entry.keys() - known:
-        return f"{sorted(unknown)[0]} is no part of a claim"
-    judge, how, runs = entry.get("judge", ""), entry.get("how", {}), entry.get("runs", {})
-    answers = [name for name in ("judge", "reason") if entry.get(name)]
-    if len(answers) != 1 or (entry["kind"] == "setting" and judge):
-        return "it takes a judge or a reason, and a setting takes a reason"
-    checks = {
-        f"the id does not begin with {article}.": entry["id"].startswith(f"{article}."),
-        f"kind is none of {', '.join(KINDS)}": entry["kind"] in KINDS,
-        "judge is unknown": not judge or judge in PARAMETERS,
-        "advice goes with the judge advice": not judge
-        or (judge == "advice") == (entry["kind"] == "advice"),
-        "predicted goes with the judge predicts": not judge
-        or (judge == "predicts") == (entry["kind"] == "predicted"),
-        "published holds numbers": all(
-            isinstance(value, int | float) for value in entry.get("published", ())
-        ),
-        "how has a parameter that the judge lacks": how.keys() <= set(PARAMETERS.get(judge, ())),
-        f"runs have roles that are none of {', '.join(ROLES)}": runs.keys() <= set(ROLES),
-        "a judge needs runs": bool(judge) == bool(runs),
-        "tags lack an experiment": all("experiment" in tags for tags in runs.values()),
-        "needs is no text": isinstance(entry.get("needs", "gpu"), str),
-    }
-    return next((text for text, right in checks.items() if not right), "")
+    claims = tuple(Claim(article=article.key, **entry) for entry in parts["claims"])
+    return article, claims

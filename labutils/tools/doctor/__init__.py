@@ -12,9 +12,6 @@ from collections.abc import Sequence
 
 from labutils.results.records import plain
 from labutils.tools.doctor.checks import FAIL, OK, WARN, Finding, examine
-from labutils.tools.doctor.imports import try_import
-
-__all__ = ["examine", "main", "render", "try_import"]
 
 
 def render(findings: Sequence[Finding], width: int = 100) -> str:

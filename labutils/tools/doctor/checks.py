@@ -18,7 +18,7 @@ from pathlib import Path
 from labutils.data.file_cache import cache_folder
 from labutils.profiling import machine
 from labutils.profiling.cuda_architectures import runs_on
-from labutils.tools.doctor.imports import Import, try_import, try_imports
+from labutils.tools.doctor.imports import Import, try_imports
 
 OK, INFO, WARN, FAIL = "ok", "info", "warn", "fail"
 CORE = ("torch", "transformers", "diffusers", "peft", "accelerate", "datasets")
@@ -223,7 +223,8 @@ def examine() -> list[Finding]:
         imports = list(try_imports((*CORE, *WITHOUT_GPU)))  # in one process: they share much
         torch = imports[0]
         if torch.facts.get("available"):
-            imports += pool.map(try_import, [name for name in EXTRAS if name not in WITHOUT_GPU])
+            others = [(name,) for name in EXTRAS if name not in WITHOUT_GPU]
+            imports += [tried[0] for tried in pool.map(try_imports, others)]
     shm = Path("/dev/shm")
     checks = (
         versions.result,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,10 +42,3 @@ def try_imports(names: tuple[str, ...], timeout_s: float = 60) -> tuple[Import, 
             imports.append(Import(names[len(imports)], status, message=child.failure()))
     others = names[len(imports) :]
     return (*imports, *(try_imports(others, timeout_s) if others else ()))
-
-
-def try_import(name: str, timeout_s: float = 60) -> Import:
-    """Import one package in a process of its own."""
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        return Import(name, "missing")
-    return try_imports((name,), timeout_s)[0]

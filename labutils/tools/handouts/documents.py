@@ -134,11 +134,11 @@ def workshop(folder: Path) -> Path:
 def _with_facts(chapter: Chapter) -> NotebookNode:
     """The notebook with a box of facts below its title."""
     notebook = copy.deepcopy(chapter.notebook)
-    rows = ["|   |   |", "|---|---|"]
-    for name, words in chapter.facts.items():
-        escaped = re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
-        rows += [f"| **{name}** | {escaped} |"] if words else []
-    if chapter.facts:
+    if chapter.facts:  # a worksheet has none
+        rows = ["|   |   |", "|---|---|"]
+        for name, words in chapter.facts.items():
+            escaped = re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
+            rows += [f"| **{name}** | {escaped} |"] if words else []
         box = new_markdown_cell("\n".join(rows), metadata={"tags": ["facts"]})
         title = new_markdown_cell()
         if notebook.cells:

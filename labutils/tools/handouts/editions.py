@@ -7,7 +7,6 @@ Markdown and pictures: papermill's traces, widgets, warnings and the machine's p
 
 from __future__ import annotations
 
-import ast
 import base64
 import binascii
 import re
@@ -24,6 +23,8 @@ SIGNATURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
 MOST_LETTERS = 100_000
 """Of an output; the rest of what a cell printed is left out."""
 
+_PREDICTED = re.compile(r'lab\.predict\(\s*"([^"]+)"')
+"""What a cell asks to predict."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _PACKAGES = re.compile(r"(?:~|/)[^\s`'\"<>|,;()\[\]]{0,300}?/(?:site|dist)-packages/")
 _TRACES = re.compile(r"(?<![\w.-])[\w.-]{1,99}_\d+\.\d{10,}(?=\.pt\.trace\.json)")
@@ -75,7 +76,8 @@ def _asked(cells: list[NotebookNode]) -> list[NotebookNode]:
         if "solution" in tags:
             continue
         if cell.cell_type == "code":
-            asked += [_room("prediction", f"My prediction of *{it}*:") for it in _predicted(cell)]
+            topics = _PREDICTED.findall(cell.source)
+            asked += [_room("prediction", f"My prediction of *{topic}*:") for topic in topics]
             if "exercise" in tags:
                 asked += [new_code_cell(cell.source, metadata={"tags": ["exercise"]})]
                 asked += [_room("lines", "My notes:")]
@@ -92,16 +94,6 @@ def _asked(cells: list[NotebookNode]) -> list[NotebookNode]:
 
 def _room(kind: str, words: str) -> NotebookNode:
     return new_markdown_cell(words, metadata={"tags": [kind]})
-
-
-def _predicted(cell: NotebookNode) -> list[str]:
-    """What the calls of `lab.predict` in a cell ask for."""
-    try:
-        calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
-    except SyntaxError:
-        return []
-    named = [c for c in calls if ast.unparse(c.func) == "lab.predict" and c.args]
-    return [c.args[0].value for c in named if isinstance(c.args[0], ast.Constant)]
 
 
 def sanitised(text: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+import jinja2
 import nbformat
+from nbformat import NotebookNode
 
 from labutils.results.records import plain
 from labutils.tools.pages import MARKDOWN, as_html, table, title_of
@@ -48,58 +49,46 @@ def _is_stale(notebook: Path) -> bool:
 
 
 def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outcome]) -> str:
-    rows = []
-    for path in executed:
-        title, *cells = _read(path)
-        page = path.with_suffix(".html")
-        first = quote(page.name if page.is_file() else path.name)
-        last = f"[notebook](notebooks/{quote(path.name)})"
-        rows.append([f"[{title}](notebooks/{first})", *cells, last])
+    labs = {path: _read(path) for path in executed}
+    rows = {path.stem: _row(path, notebook) for path, notebook in labs.items()}
     where = ["--results", short(folder)]
-    report = shlex.join(["labutils", "report", *where])
-    first = [row[0] for path, row in zip(executed, rows, strict=True) if path.stem[:2] == "12"]
-    pictures = [_last_picture(path) for path in executed if path.stem[:2] == "04"]
-    parts = [
-        f"# Results: {folder.name}",
-        *(f"Begin with {link}: every claim's verdict, and your predictions." for link in first),
-        f"`{report}` prints the verdicts with their reasons. [results.jsonl](results.jsonl) holds "
-        "every run, one a line.",
-    ]
-    troubles = [outcome.message for outcome in outcomes if outcome.message]
-    if troubles:
-        again = shlex.join(["labutils", "run", *where])
-        parts += ["## What went wrong"]
-        parts += ["\n    " + textwrap.indent(words, "    ") for words in troubles]
-        parts += [f"When that is mended: `{again}` runs what is not done yet."]
-    parts += ["## Labs", table(("lab", "status", "seconds", "scale", ""), rows)]
-    parts += [f"## The ladder of lab 04\n\n![]({uri})" for uri in pictures if uri]
-    return "\n\n".join(parts)
-
-
-def _last_picture(path: Path) -> str:
-    """The address, picture and all, of the last figure of an executed notebook; "" without one."""
-    from labutils.tools.handouts.editions import picture
-
-    try:
-        cells = nbformat.read(path, as_version=4).cells
-    except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
-        return ""
-    outputs = [output for cell in cells for output in cell.get("outputs", [])]
-    pictures = [found for output in outputs if (found := picture(output.get("data", {})))]
-    return (
-        "".join(f"data:{kind};base64,{data}" for kind, data in pictures[-1].items())
-        if pictures
-        else ""
+    template = Path(__file__).with_name("index.j2").read_text("utf-8")
+    return jinja2.Template(template, trim_blocks=True).render(
+        name=folder.name,
+        scoreboard=next((row[0] for stem, row in rows.items() if stem[:2] == "12"), ""),
+        report=shlex.join(["labutils", "report", *where]),
+        troubles=[outcome.message for outcome in outcomes if outcome.message],
+        again=shlex.join(["labutils", "run", *where]),
+        labs=table(("lab", "status", "seconds", "scale", ""), list(rows.values())),
+        ladder="".join(_last_picture(lab) for path, lab in labs.items() if path.stem[:2] == "04"),
     )
 
 
-def _read(path: Path) -> tuple[str, str, str, str]:
-    """(first heading, status, seconds, scale) of an executed notebook, as far as it says."""
+def _read(path: Path) -> NotebookNode | None:
     try:
-        notebook = nbformat.read(path, as_version=4)
+        return nbformat.read(path, as_version=4)
     except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
-        return path.stem, "not readable", "", ""
-    stamp = notebook.metadata.get("labutils", {})
-    scale = stamp.get("parameters", {}).get("scale", "")
-    title = title_of(notebook) or path.stem
-    return title, stamp.get("status", ""), str(stamp.get("seconds", "")), scale
+        return None
+
+
+def _row(path: Path, notebook: NotebookNode | None) -> list[str]:
+    """A link to its page, status, seconds, scale, and a link to the notebook, as far as it says."""
+    page = path.with_suffix(".html")
+    first, last = quote(page.name if page.is_file() else path.name), quote(path.name)
+    title, stamp = path.stem, {"status": "not readable"}
+    if notebook:
+        title = title_of(notebook) or title
+        stamp = notebook.metadata.get("labutils", {})
+    said = stamp | {"scale": stamp.get("parameters", {}).get("scale", "")}
+    said = [str(said.get(name, "")) for name in ("status", "seconds", "scale")]
+    return [f"[{title}](notebooks/{first})", *said, f"[notebook](notebooks/{last})"]
+
+
+def _last_picture(notebook: NotebookNode | None) -> str:
+    """The address, picture and all, of an executed notebook's last figure; "" without one."""
+    from labutils.tools.handouts.editions import picture
+
+    cells = notebook.cells if notebook else []
+    data = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+    pictures = [item for found in map(picture, data) for item in found.items()]
+    return "data:{};base64,{}".format(*pictures[-1]) if pictures else ""
