@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK, Recipe
 from labutils.training import Trainer
 from labutils.workloads import open_workload
@@ -70,9 +69,7 @@ def final(case: Case, folder: Path, resume: bool, checkpoint_every: int | None =
         for name in ("exp_avg", "exp_avg_sq", "step")
     ]
     return {
-        "weights": {
-            name: tensor.clone() for name, tensor in adapter_state(running.model.unet).items()
-        },
+        "weights": [parameter.detach().clone() for parameter in running.parameters],
         "moments": [torch.as_tensor(moment) for moment in moments],
         "losses": running.losses,
         "step": running.step_count,
