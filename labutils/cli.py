@@ -23,6 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line; returns the exit code. Wrong usage exits at once with 2, as
     argparse does.
     """
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # streams that are closed, as cron's are
+        name = ("stdin", "stdout", "stderr")[number]
+        setattr(sys, name, getattr(sys, name) or os.fdopen(number, "w"))
+    os.close(number)
     if hasattr(sys.stdout, "reconfigure"):  # where the encoding lacks an arrow, a ? stands for it
         sys.stdout.reconfigure(errors="replace")
     parser = _parser()

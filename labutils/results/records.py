@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -378,12 +379,13 @@ def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> Runs:
 def _record_of(line: str) -> dict[str, Any] | str:
     """The record that a line holds, with tags, or what is wrong with the line."""
     try:
-        record = json.loads(line)
+        numbers = dict.fromkeys(("parse_constant", "parse_float", "parse_int"), _finite)
+        record = json.loads(line, **numbers)
     except json.JSONDecodeError:
         cut_off = line.startswith("{") and not line.rstrip().endswith("}")
         return "is cut off, as by a run that was stopped" if cut_off else "is not JSON"
-    except (ValueError, RecursionError):  # a number of too many digits; lists nested without end
-        return "is beyond Python's limits"
+    except (ValueError, RecursionError):  # also lists nested without end
+        return "is beyond limits: NaN, infinity, too large a number or too deep a list"
     if not isinstance(record, dict):
         return "is no JSON object"
     if record.get("schema", SCHEMA) not in (1, SCHEMA):
@@ -396,6 +398,13 @@ def _record_of(line: str) -> dict[str, Any] | str:
     if not (wrong := _unsound(record)) and "recipe" in record:
         record["recipe"] = {k: v for k, v in record["recipe"].items() if k not in RETIRED}
     return wrong or record
+
+
+def _finite(word: str) -> float | int:
+    """The number that `word` is. Raises `ValueError` where no float holds it."""
+    if not math.isfinite(number := float(word)):
+        raise ValueError(word)
+    return int(word) if word.lstrip("-").isdigit() else number
 
 
 def _unsound(record: Mapping[str, Any]) -> str:

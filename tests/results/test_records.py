@@ -139,6 +139,8 @@ LINES = (
     ('{"lab": "03", "run": "x", "tags": {"experiment": []}}', "tag"),
     ('{"schema": 2, "lab": "03", "run": "x", "beside": 3}', "other labs"),
     ('{"lab": "03", "at": ' + "9" * 5000 + "}", "limits"),
+    ('{"lab": "03", "metrics": {"step_ms": 1' + "0" * 400 + "}}", "limits"),
+    ('{"lab": "03", "metrics": {"step_ms": NaN}}', "limits"),
     ("[" * 100_000, "limits"),
     ('{"schema": 2, "lab": "03", "run": "by hand, no tags", "invented": 1}', ""),
     ('{"schema": 2, "lab": "03", "status": "done"}', ""),

@@ -49,6 +49,15 @@ def test_what_a_command_refuses_is_one_message_and_2(tmp_path, capsys):
         assert said.err and not said.out
 
 
+def test_a_program_without_streams_in_an_old_locale_makes_its_pages(tmp_path):
+    path = troubled_notebooks.write(tmp_path, "fine")
+    words = [sys.executable, "-m", "labutils.cli", "run", path, "--scale", "tiny"]
+    shell = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words, "--results", tmp_path / "kept"]
+    old = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    assert subprocess.run(shell, env=old, timeout=120).returncode == 0
+    assert "A lab &#183; " in (tmp_path / "kept" / "notebooks" / "fine.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_and_its_like_are_130_without_a_traceback(number, monkeypatch, capsys):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored

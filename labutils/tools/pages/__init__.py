@@ -53,7 +53,9 @@ def as_html(text: str, form: str, title: str, kind: str, options: Sequence[str] 
     pandoc's. Raises `RuntimeError` with pandoc's words.
     """
     words = {"title": f"{title} · {COURSE}", "course": COURSE, "edition": kind}
-    variables = [f"--variable={name}:{html.escape(word)}" for name, word in words.items()]
+    # In ASCII, as an old locale may have no other letters for a program's arguments.
+    escaped = {k: html.escape(v).encode("ascii", "xmlcharrefreplace") for k, v in words.items()}
+    variables = [f"--variable={name}:{word.decode()}" for name, word in escaped.items()]
     look = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2"]
     page = pandoc(text, form, "html5", [*look, *variables, *options])
     return re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", page)  # HTML5 needs no such addresses
