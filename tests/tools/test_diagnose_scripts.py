@@ -54,9 +54,9 @@ def test_a_plain_loop_that_reads_slowly_and_writes_each_step():
 
 
 def test_an_accelerate_script_through_its_launcher():
-    script = str(SCRIPTS / "accelerate_script.py")
+    script = str(SCRIPTS / "lora_images.py")
     launched = (str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "1", script)
-    found = diagnosed(*launched, "--cpu", "--accumulation", "2")
+    found = diagnosed(*launched, "--tiny", "--accumulation", "2")
     assert found.worth_it[0].name == "workers" and found.evidence.accumulation == 2
     assert found.budget["waiting for data"] > 0.5 * found.evidence.step_ms
 
