@@ -93,7 +93,7 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         "       labutils diagnose [options] --trace FILE",
         description="Run a training script as it is for a few optimizer steps, and rank what would "
         "make it faster, each fix with its predicted gain.",
-        epilog="Exit codes: 0 a diagnosis was made; 1 there is none; 2 wrong usage.",
+        epilog="Exit codes: 0 a diagnosis was made; 1 there is none; 2 wrong usage; 130 Ctrl-C.",
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     text = "a torch.profiler trace (*.json, *.json.gz)"

@@ -7,12 +7,16 @@ show is planted in test_diagnose_fixes.py's made-up steps, and on a real GPU in 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from labutils import cli
@@ -186,7 +190,7 @@ FIFTY = STEPS + "for n in range(50):\n    step()\n"
 def test_what_can_not_be_diagnosed_is_explained(text, said, tmp_path):
     with pytest.raises(NoDiagnosis) as refusal:
         watch(script(tmp_path, text), FEW)
-    assert said in str(refusal.value) and not refusal.value.usage
+    assert said in str(refusal.value) and refusal.value.exit_code == 1
 
 
 def test_a_script_without_steps_is_told_while_it_runs(tmp_path, capfd, monkeypatch):
@@ -208,6 +212,27 @@ def test_ctrl_c_keeps_what_was_seen(tmp_path):
         watch(script(tmp_path, FIFTY + CTRL_C.format(step=9)), FEW)
     stopped = watch(script(tmp_path, FIFTY + CTRL_C.format(step=45)), FEW, keep_going=True)
     assert stopped.exit_code == 130 and stopped.evidence.step_ms > 0
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_exits_130_with_the_script_ended_and_nothing_left(presses, tmp_path):
+    """In a terminal both get it. A script that ignores it is ended when it is pressed again."""
+    text = STEPS + "import os, signal, time\n"
+    text += "signal.signal(signal.SIGINT, signal.SIG_IGN)\n" * (presses - 1)
+    text += "step()\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "labutils.cli", "diagnose", "--", *script(tmp_path, text)]
+    given = {"env": os.environ | {"TMPDIR": str(tmp_path / "temporary")}, "text": True}
+    given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(command, **given) as process:
+        watched = int(process.stdout.readline())
+        for _ in range(presses):
+            os.killpg(process.pid, signal.SIGINT)
+            time.sleep(1)
+        said = process.communicate(timeout=10)[1]
+    assert process.returncode == 130 and "stopped after 1 optimizer steps" in said
+    left = (tmp_path / "temporary").glob("labutils-*")  # PyTorch has a folder of its own there
+    assert not psutil.pid_exists(watched) and not [*left]
 
 
 def test_a_short_script_is_told_the_options_that_work_for_it(tmp_path):

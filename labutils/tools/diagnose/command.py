@@ -1,7 +1,7 @@
 """The command `labutils diagnose`: of a script or of a trace.
 
 Exit codes: 0 a diagnosis was made; 1 the script failed, or there was nothing to diagnose; 2 wrong
-usage.
+usage; 130 Ctrl-C, also where what was measured until then was diagnosed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from argparse import Namespace
 from dataclasses import replace
 
 from labutils.tools.diagnose import diagnose, report, sources, trial
-from labutils.tools.diagnose.script import NoDiagnosis, Stages, watch
+from labutils.tools.diagnose.script import STOPPED, NoDiagnosis, Stages, watch
 from labutils.tools.diagnose.sources import short
 
 FAILED, WRONG_USAGE = 1, 2
@@ -38,7 +38,7 @@ def main(options: Namespace) -> int:
             files = (*evidence.files, *(word for word in command if word.endswith(".py")))
             evidence = replace(evidence, files=tuple(dict.fromkeys(map(short, files))))
     except NoDiagnosis as error:
-        return _refuse(str(error), WRONG_USAGE if error.usage else FAILED)
+        return _refuse(str(error), error.exit_code)
     except ValueError as error:
         return _refuse(str(error), WRONG_USAGE)
     except OSError as error:
@@ -55,7 +55,7 @@ def main(options: Namespace) -> int:
         print("", report.text(diagnosis), sep="\n")
     if exit_code:
         words = f"the script ended with exit code {exit_code} after its steps were profiled."
-        return _refuse(words, FAILED)
+        return _refuse(words, STOPPED if exit_code == STOPPED else FAILED)
     return 0
 
 

@@ -42,12 +42,12 @@ that trained, and that has ended."""
 class NoDiagnosis(RuntimeError):
     """The script could not be diagnosed; the message says why and what to type.
 
-    usage: nothing was run.
+    exit_code: of the command: 1, or 2 where nothing was run, or `STOPPED`.
     """
 
-    def __init__(self, message: str, usage: bool = False) -> None:
+    def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.usage = usage
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def watch(
             trace = working / record.name.replace("record", "trace")
             if trace.exists():
                 return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
-        raise NoDiagnosis(_why(command, exit_code, notes, stages))
+        why = _why(command, exit_code, notes, stages)
+        raise NoDiagnosis(why, STOPPED if exit_code == STOPPED else 1)
 
 
 def _files(working: Path, kind: str) -> list[Path]:
@@ -145,7 +146,7 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
             f"There is no command {command[0]!r} here ({error.strerror}). Type the script as you "
             "would run it, after two dashes; a Python script is run by Python: labutils diagnose "
             f"-- python {shlex.join(command) if command[0].endswith('.py') else 'train.py'}",
-            usage=True,
+            exit_code=2,
         ) from None
     say_at = time.monotonic() + SAY_AFTER_S
     try:

@@ -23,7 +23,7 @@ KNOWN |= {"optimizer", "attention", "checkpointing", "precision"}
 """What can be put in place from outside."""
 CLOSE = {"": 1e-3, "tf32": 5e-3, "bf16": 3e-2}
 """By how much of itself a loss may differ, by the format of products."""
-PREFETCHED, STOPPED = 2, 130
+PREFETCHED = 2
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _run(
     stages = replace(stages, warmup=stages.warmup + PREFETCHED * changes.get("num_workers", 0))
     with script._working_folder(None) as working, _quiet():
         settings = vars(stages) | {"folder": str(working), "keep_going": False, "try": changes}
-        if script._run(command, settings, working) == STOPPED:
+        if script._run(command, settings, working) == script.STOPPED:
             raise KeyboardInterrupt
         kinds = ("record", "tried", "process")
         found = [[script._read(path) for path in script._files(working, kind)] for kind in kinds]
