@@ -12,9 +12,9 @@
     edits            the script's lines that a fix changes, and what to write in their place
     trial            runs the script again with fixes put in place from outside
     report           the diagnosis in words (`text.j2`), on a page (`page.j2`), for machines
-    ablations        measures predicted gains on the course's own loop
 
-These may import training and what is below it, and no lab.
+These may import training and what is below it, and no lab. `labutils.tools.ablations` measures
+predicted gains on the course's own loop.
 """
 
 from __future__ import annotations

@@ -138,9 +138,13 @@ def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
-    """Its exit code; 0 where it was ended because its steps had been measured."""
+    """Its exit code; 0 where it was ended because its steps had been measured. What it prints is
+    shown, unless fixes are tried in it.
+    """
+    out, environment = subprocess.DEVNULL if "try" in settings else None, environment_for(settings)
     try:
-        process = subprocess.Popen(_with_notebook(command), env=environment_for(settings))
+        words = _with_notebook(command)
+        process = subprocess.Popen(words, env=environment, stdout=out, stderr=out)
     except OSError as error:
         raise NoDiagnosis(
             f"There is no command {command[0]!r} here ({error.strerror}). Type the script as you "

@@ -6,10 +6,8 @@ a time. The losses of the first backward passes are compared with those of the s
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +63,7 @@ def _run(
     """One process: `step_ms`, `losses`, and what was `done`; or `why` there is none of it."""
     # What workers made ready while nothing was timed must be used up first.
     stages = replace(stages, warmup=stages.warmup + PREFETCHED * changes.get("num_workers", 0))
-    with script._working_folder(None) as working, _quiet():
+    with script._working_folder(None) as working:
         settings = vars(stages) | {"folder": str(working), "keep_going": False, "try": changes}
         if script._run(command, settings, working) == script.STOPPED:
             raise KeyboardInterrupt
@@ -79,22 +77,6 @@ def _run(
     if missing := changes.keys() - set(seen["done"]) - {"persistent_workers", "non_blocking"}:
         return {"why": f"could not be put in place from outside ({', '.join(sorted(missing))})"}
     return {"step_ms": records[0]["step_ms"]} | seen
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What is written here, by other processes as well, goes nowhere."""
-    sys.stdout.flush()
-    kept = {stream: os.dup(stream) for stream in (1, 2)}
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        for stream in kept:
-            os.dup2(nowhere.fileno(), stream)
-    try:
-        yield
-    finally:
-        for stream, own in kept.items():
-            os.dup2(own, stream)
-            os.close(own)
 
 
 def _judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Try:
