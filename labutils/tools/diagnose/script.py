@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,15 +76,14 @@ def watch(
     command: Sequence[str],
     stages: Stages | None = None,
     keep_going: bool = False,
-    folder: Path | None = None,
 ) -> Watched:
     """Run `command` to the end of its profiled steps; its output passes through.
 
-    folder: where the trace is kept. Raises `NoDiagnosis` where the command can't be started, or has
-    left no record.
+    Raises `NoDiagnosis` where the command can't be started, or has left no record.
     """
     stages = stages or Stages()
-    with _working_folder(folder) as working:
+    with working_folder() as name:
+        working = Path(name)
         settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
         exit_code = _run(command, settings, working)
         notes = [_read(path) for path in _files(working, "process")]
@@ -106,19 +104,9 @@ def _age(path: Path) -> float:
     return path.stat().st_mtime
 
 
-@contextmanager
-def _working_folder(folder: Path | None) -> Iterator[Path]:
-    """`folder` without an earlier script's files, or else one that is removed afterwards."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for kind in ("process", "record", "trace"):
-            for old in _files(folder, kind):
-                old.unlink()
-        yield folder.resolve()
-        return
-    made = tempfile.TemporaryDirectory(prefix="labutils-diagnose-", ignore_cleanup_errors=True)
-    with made as name:
-        yield Path(name)
+def working_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what the hooks write, which is removed afterwards."""
+    return tempfile.TemporaryDirectory(prefix="labutils-diagnose-", ignore_cleanup_errors=True)
 
 
 def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from labutils.results.effects import saved
@@ -63,8 +64,9 @@ def _run(
     """One process: `step_ms`, `losses`, and what was `done`; or `why` there is none of it."""
     # What workers made ready while nothing was timed must be used up first.
     stages = replace(stages, warmup=stages.warmup + PREFETCHED * changes.get("num_workers", 0))
-    with script._working_folder(None) as working:
-        settings = vars(stages) | {"folder": str(working), "keep_going": False, "try": changes}
+    with script.working_folder() as folder:
+        working = Path(folder)
+        settings = vars(stages) | {"folder": folder, "keep_going": False, "try": changes}
         if script._run(command, settings, working) == script.STOPPED:
             raise KeyboardInterrupt
         kinds = ("record", "tried", "process")
