@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
-from labutils.layers.lora import adapter_state, lora_layers
+from labutils.layers.lora import NAME, lora_layers
 from labutils.recipe import STOCK, Recipe
 from labutils.training import Trainer
 from labutils.workloads import Workload, open_workload
@@ -122,6 +122,22 @@ def watch_trainer(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
     return watched
 
 
+def adapter_state(module: nn.Module) -> dict[str, Tensor]:
+    """The adapter's weights under PEFT's names, "<layer>.lora_A.weight" and
+    "<layer>.lora_B.weight"; not copies.
+    """
+    return {
+        f"{plain(name)}.{half}.weight": getattr(layer, half)[NAME].weight.detach()
+        for name, layer in lora_layers(module).items()
+        for half in ("lora_A", "lora_B")
+    }
+
+
+def plain(name: str) -> str:
+    """A name without what DistributedDataParallel and torch.compile put into it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
 @torch.no_grad()
 def perturb(unet: nn.Module, size: float = 0.05) -> None:
     """Give every B normal numbers that depend on its name alone."""
@@ -145,7 +161,7 @@ def adapter_gradients(unet: nn.Module) -> dict[str, Tensor]:
             a, b = stack.A.grad[index, :rank], stack.B.grad[index, :, :rank]
         else:
             a, b = layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad
-        found |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        found |= {f"{plain(name)}.lora_A.weight": a, f"{plain(name)}.lora_B.weight": b}
     return copied(found)
 
 

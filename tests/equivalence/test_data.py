@@ -23,11 +23,12 @@ from labutils.data.generated_images import (
     drawing,
     varied_size,
 )
-from labutils.data.images import captioned_images, image_text_dataset, leaf_images
+from labutils.data.images import Preprocess, captioned_images, leaf_images
 from labutils.data.loader import EpochOrder, make_loader
 from labutils.data.texts import LONG, SHORT, token_lengths, written
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
+from labutils.results.records import REPOSITORY
 
 FILES = 4
 
@@ -42,7 +43,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def examples(cache):
-    return image_text_dataset(captioned_images(cache, FILES), clip_tokenizer(), resolution=64)
+    return captioned_images(cache, FILES).with_transform(Preprocess(clip_tokenizer(), 64))
 
 
 def digest(value):
@@ -119,6 +120,15 @@ def test_an_interrupted_drawing_leaves_no_half_file_and_goes_on(tmp_path):
     assert [path.read_bytes() for path in drawn[0]] == [b"whole"] * 4
     nothing = lambda index: pytest.fail("drawn again")
     assert file_cache.drawn_files(tmp_path, ".x", 4, nothing) == drawn[0]
+
+
+def test_a_relative_cache_is_one_folder_wherever_one_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABUTILS_CACHE", "my cache")
+    here = file_cache.cache_folder()
+    monkeypatch.chdir(tmp_path)  # as a notebook's kernel does
+    assert file_cache.cache_folder() == here == REPOSITORY / "my cache"
+    monkeypatch.setenv("LABUTILS_CACHE", str(tmp_path))
+    assert file_cache.cache_folder() == tmp_path
 
 
 def test_a_cache_without_room_says_what_to_type_and_leaves_no_part(tmp_path, monkeypatch):
@@ -205,8 +215,6 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert list(EpochOrder(20, seed=4)) != first
     longer = list(EpochOrder(5, length=13))
     assert sorted(longer[:5]) == sorted(longer[5:10]) == list(range(5)) != longer[5:10]
-    with pytest.raises(ValueError, match="0 to 4"):
-        EpochOrder(5).go_to(0, start=5)
 
 
 def test_workers_bring_the_same_batches_and_leave_training_noise_alone(examples):

@@ -58,7 +58,7 @@ CHANGES = {
     "cached text": {"cache": "latents+text"},
     "workers": {"num_workers": 2, "persistent_workers": True},
     "merged": MERGED,
-    "merged, cached": MERGED | {"cache": "latents"},
+    "merged, cached": MERGED | {"cache": "latents+text"},
 }
 LAST_RUNG = (
     list(climb(A1_LADDER).values())[-1].but(compile="off", max_grad_norm=0.07).fitted_to("cpu")
@@ -104,7 +104,7 @@ COMPILED = CLIPPED.but(
     adapter="folded",
     memory_format="channels_last",
     layers="rewritten",
-    cache="latents",
+    cache="latents+text",
 )
 
 

@@ -15,12 +15,12 @@ from torch import nn
 
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.layers.quantization.fp8_math import relative_error
-from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization.nf4_linear import FrozenNF4Linear
 from labutils.profiling import cuda
 
 pytestmark = [
     pytest.mark.usefixtures("full_float32"),
-    pytest.mark.parametrize("kind", [FrozenFP8Linear, FrozenNF4Linear, FrozenNF4FP8Linear]),
+    pytest.mark.parametrize("kind", [FrozenFP8Linear, FrozenNF4Linear]),
 ]
 random = functools.partial(frozen_layers.random, device="cuda")
 

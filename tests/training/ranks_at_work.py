@@ -58,10 +58,6 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "qwen": ("qwen3-lora-short", QWEN),
     "qwen, fsdp": ("qwen3-lora-short", QWEN.but(**FSDP)),
     "qwen, packed": ("qwen3-lora-short", QWEN.but(shapes="packed", micro_batch=1)),
-    "qwen, whole, fsdp": (
-        "qwen3-lora-short",
-        QWEN.but(layers="published", loss="logits", **WHOLE, **FSDP),
-    ),
 }
 EPOCH = 10
 """Examples of an epoch: five micro-batches of two, so that ranks and steps cross its end in the
