@@ -3,22 +3,18 @@ bytes are bitsandbytes', products are float64's of what they restore, and nothin
 
 from __future__ import annotations
 
-import copy
 import math
 
 import bitsandbytes.functional as bnb
 import pytest
 import torch
-from frozen_layers import passes, random
+from frozen_layers import Block, passes, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from labutils.layers.quantization.convert import convert_base
-from labutils.layers.quantization.fp8_linear import (
-    MULTIPLE,
-    FrozenFP8Linear,
-)
+from labutils.layers.quantization.fp8_linear import MULTIPLE, FrozenFP8Linear
 from labutils.layers.quantization.fp8_math import quantise, relative_error
 from labutils.layers.quantization.nf4_linear import BLOCK, FrozenNF4Linear
 
@@ -180,18 +176,6 @@ def test_a_models_cast_leaves_the_weight_in_its_format(kind):
 
 
 @each_kind
-def test_copying_and_saving(kind, tmp_path):
-    linear, frozen = layer_pair(kind)
-    x, weight = random(3, 256), linear.weight.clone()
-    assert torch.equal(copy.deepcopy(frozen)(x), frozen(x))
-    torch.save(frozen.state_dict(), tmp_path / "layer.pt")
-    _, other = layer_pair(kind, seed=1)
-    other.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
-    assert torch.equal(other(x), frozen(x))
-    assert torch.equal(linear.weight, weight)
-
-
-@each_kind
 def test_autocast_is_followed_as_nn_linear_does(kind):
     linear, frozen = layer_pair(kind)
     with torch.autocast("cpu", torch.bfloat16):
@@ -203,23 +187,12 @@ def test_autocast_is_followed_as_nn_linear_does(kind):
     assert all(p.grad is None and not p.requires_grad for p in frozen.parameters())
 
 
-class Block(nn.Module):
-    """Two frozen layers with an activation between them."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.up, self.down = (layer_pair(kind, k, n)[1] for k, n in ((64, 128), (128, 64)))
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.silu(self.up(x)))
-
-
 @each_kind
 def test_one_compiled_graph_serves_any_count_of_rows(kind):
     """Of FP8 for multiples of 16, which layouts for it see to: others take a second graph."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    block = Block(kind)
+    block = Block(layer_pair(kind, 64, 128)[1], layer_pair(kind, 128, 64)[1])
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
     limit = 1e-5 if kind is FrozenNF4Linear else 2e-2  # bfloat16's rounding, and ties that tip
     for rows in (32, 64, 592) if kind is FrozenFP8Linear else (33, 65, 577):

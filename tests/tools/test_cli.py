@@ -24,10 +24,8 @@ def labutils(*words: str, **environment: str) -> subprocess.CompletedProcess:
     [
         (["walk"], "walk"),
         (["run", "--timeout", "soon"], "whole number"),
-        (["run", "--timeout", "0"], "whole number"),
         (["run", "--results", ""], "folder"),
         (["run", "--weights", "mine"], "mine"),
-        (["report", "--jsn"], "--jsn"),
         (["diagnose", "--results", "results"], "--results"),
     ],
 )
@@ -44,7 +42,6 @@ def test_what_a_command_refuses_is_one_message_and_2(tmp_path, capsys):
         [],
         ["run", path, "--scale", "huge"],
         ["run", "--results", "~nosuchuser/x"],
-        ["report", "--results", "~nosuchuser/x"],
         ["handouts", "--results", "~nosuchuser/x"],
     ):
         assert cli.main(words) == 2

@@ -160,7 +160,8 @@ def test_a_loss_that_is_not_finite_fails_its_run_and_no_other(workload):
 def test_a_compiled_recipe_is_skipped_where_nothing_would_be_compiled(workload, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     recipes = {"compiled": QUICK.but(compile="default"), "eager": QUICK}
-    runs = compare(workload, recipes, steps=1, rounds=1, warmup=1)
+    with Benchmark(workload, warmup=1) as bench:
+        runs = bench.compare(recipes, steps=1, rounds=1)
     assert runs["compiled"].status.startswith("skipped: TORCHDYNAMO_DISABLE is set")
     assert runs["eager"].ok
 
