@@ -97,15 +97,12 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose = commands.add_parser(
         "diagnose",
         help="where a training step's time goes, and which fixes pay",
-        usage="labutils diagnose [options] -- python train.py ...\n"
-        "       labutils diagnose [options] --trace FILE",
+        usage="labutils diagnose [options] -- python train.py ...",
         description="Run a training script as it is for a few optimizer steps, and rank what would "
         "make it faster, each fix with its predicted gain.",
-        epilog="Exit codes: 0 a diagnosis was made; 1 there is none; 2 wrong usage.",
+        epilog="Exit codes: 0 a diagnosis was made; 1 there is none; 2 wrong usage; 130 Ctrl-C.",
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
-    text = "a torch.profiler trace (*.json, *.json.gz)"
-    diagnose.add_argument("--trace", type=Path, metavar="FILE", help=text)
     for name, default, what in (
         ("warmup", 4, "optimizer steps passed over first"),
         ("timed", 10, "steps timed without the profiler"),
@@ -114,8 +111,6 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
         number = {"type": _count, "default": default, "metavar": "N"}
         diagnose.add_argument(f"--{name}", help=f"{what} ({default})", **number)
     diagnose.add_argument("--keep-going", action="store_true", help="let the script run on")
-    text = "keep the trace and what was recorded there"
-    diagnose.add_argument("--folder", type=_folder, metavar="DIR", help=text)
     text = "run the script again with each fix put in place, and measure it"
     diagnose.add_argument("--try", dest="try_fixes", action="store_true", help=text)
     text = "a page with timeline, shares and fixes"

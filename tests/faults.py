@@ -184,7 +184,6 @@ class Trials:
             ["report", "--results", place],
             ["handouts", "--out", place / "out", "--results", place],
             ["run", notebook, "--scale", "none"],
-            ["diagnose", "--trace", self.dice.choice((results, notebook))],
         ):
             self.start(cli.main, list(map(str, words)))
 

@@ -71,7 +71,8 @@ from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Recipe, Unavailable
 from labutils.results.records import Run, summarise
-from labutils.tools.diagnose import ablations, diagnose, report
+from labutils.tools import ablations
+from labutils.tools.diagnose import diagnose, report
 from labutils.tools.diagnose.script import Stages, watch
 from labutils.training import try_isolated
 
@@ -478,7 +479,7 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix alone,
-# by turns with the loop as it was: `labutils/tools/diagnose/ablations.py`. Which fixes are measured was chosen beforehand.
+# by turns with the loop as it was: `labutils/tools/ablations.py`. Which fixes are measured was chosen beforehand.
 
 # %%
 fixes = ("workers", "batch size", "capture", "caching")

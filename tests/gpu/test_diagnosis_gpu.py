@@ -27,7 +27,7 @@ WIDE = "--hidden 4096 --depth 6 --batch 1024 --keep-batches"
 UNPINNED = "--keep-batches --batch 512 --width 32768 --hidden 512 --precision bf16"
 TUNED = "--hidden 8192 --depth 6 --batch 1024 --keep-batches --pin --precision bf16"
 PADDED = "--pad max_length --width 1024 --layers 6 --batch 128 --length 256 --bf16"
-WRITTEN_OUT = "1024 512"
+WRITTEN_OUT = "1024 512 2 512"
 READS = "--item-each-parameter --hidden 2048 --depth 12 --keep-batches --batch 1024"
 
 
@@ -44,7 +44,7 @@ def diagnosed(options: str, script: str = "plain_loop.py") -> Diagnosis:
     ("script", "options", "first", "names"),
     [
         ("plain_loop.py", "--decode-ms 2", 1, {"workers"}),
-        ("accelerate_script.py", "", 1, {"workers"}),
+        ("lora_images.py", "--tiny --batch 8 --accumulation 1", 1, {"workers"}),
         ("plain_loop.py", READS, 4, {"syncs"}),  # many small reads make the host slow as well
         ("plain_loop.py", "--tiny-kernels --keep-batches", 2, {"capture", "compile"}),
         ("plain_loop.py", UNPINNED, 2, {"pinning"}),

@@ -1,4 +1,4 @@
-"""Fine-tuning a small language model with transformers' Trainer, as its documentation shows it.
+"""Fine-tuning a small Llama with transformers' Trainer, as its documentation shows it.
 
 python trainer_script.py --pad longest
 """
@@ -8,17 +8,18 @@ import tempfile
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 PAD = 0
 
 
 class Texts(Dataset):
-    """Texts of 8 to 64 tokens, most of them short."""
+    """Texts of 8 to `longest` tokens, most of them short, or `even`: all of them as long."""
 
-    def __init__(self, rows, words):
+    def __init__(self, rows, words, longest, even):
         generator = torch.Generator().manual_seed(0)
-        lengths = [int(8 + 56 * torch.rand((), generator=generator) ** 4) for _ in range(rows)]
+        shares = [1 if even else torch.rand((), generator=generator) ** 4 for _ in range(rows)]
+        lengths = [int(8 + (longest - 8) * share) for share in shares]
         self.texts = [torch.randint(1, words, (length,), generator=generator) for length in lengths]
 
     def __len__(self):
@@ -50,27 +51,32 @@ def main():
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--pad", choices=["longest", "max_length"], default="longest")
+    parser.add_argument("--even", action="store_true")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--use_cpu", action="store_true")
     options = parser.parse_args()
 
-    words, head = 1000, {"n_head": 4, "bos_token_id": 1, "eos_token_id": 1}
-    size = {"n_positions": options.length, "n_embd": options.width, "n_layer": options.layers}
+    words, width = 1000, options.width
+    size = {"hidden_size": width, "intermediate_size": 4 * width}
+    size |= {"num_hidden_layers": options.layers, "num_attention_heads": width // 64}
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=words, **size, **head))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=words, **size))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             max_steps=60,
             per_device_train_batch_size=options.batch,
             bf16=options.bf16,
+            gradient_checkpointing=options.checkpointing,
             use_cpu=options.use_cpu,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
+        texts = Texts(2048, words, options.length, options.even)
         collator = Collator(options.pad, options.length)
-        Trainer(model, arguments, train_dataset=Texts(2048, words), data_collator=collator).train()
+        Trainer(model, arguments, train_dataset=texts, data_collator=collator).train()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A small GPT as many write it at first: attention written out, AdamW tensor by tensor, a loss that
 is printed at each step, texts made in the training process.
 
-python written_out.py LENGTH WIDTH
+python written_out.py LENGTH WIDTH LAYERS WORDS
 """
 
 import math
@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 
 
 class Texts(Dataset):
-    def __init__(self, length):
-        self.length = length
+    def __init__(self, length, words):
+        self.length, self.words = length, words
 
     def __len__(self):
         return 4096
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        return torch.randint(0, 512, (self.length,), generator=generator)
+        return torch.randint(0, self.words, (self.length,), generator=generator)
 
 
 class Block(nn.Module):
@@ -50,13 +50,13 @@ class Block(nn.Module):
 
 
 def main():
-    length, width = map(int, sys.argv[1:])
+    length, width, layers, words = map(int, sys.argv[1:])
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    blocks = [nn.Embedding(512, width), Block(width, width // 32), Block(width, width // 32)]
-    model = nn.Sequential(*blocks, nn.Linear(width, 512)).to(device)
+    blocks = [Block(width, width // 32) for _ in range(layers)]
+    model = nn.Sequential(nn.Embedding(words, width), *blocks, nn.Linear(width, words)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    loader = DataLoader(Texts(length), batch_size=8, shuffle=True)
+    loader = DataLoader(Texts(length, words), batch_size=8, shuffle=True)
     for step, ids in zip(range(60), loader, strict=False):
         ids = ids.to(device)
         logits = model(ids[:, :-1])

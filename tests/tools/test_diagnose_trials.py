@@ -7,10 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
+from labutils.results.records import read_runs
 from labutils.tools.diagnose import Fix, diagnose, trial
 from labutils.tools.diagnose.edits import edits
 from labutils.tools.diagnose.script import Stages, watch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
+import diagnosis_table
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 FEW = Stages(warmup=2, timed=6, profiled=2)
@@ -24,7 +29,7 @@ def one_thread(monkeypatch):
 
 def test_attention_that_is_written_out_is_named_with_its_line():
     path = str(SCRIPTS / "written_out.py")
-    watched = watch([sys.executable, path, "128", "64"], FEW)
+    watched = watch([sys.executable, path, "128", "64", "2", "512"], FEW)
     found = diagnose(replace(watched.evidence, files=(path,)))
     fix = found.fix("attention")
     assert "written out 2 times" in fix.reason
@@ -58,3 +63,19 @@ def test_all_fixes_go_into_a_trainer_from_outside():
     assert said.startswith("the same")
     worse = changed | {"losses": [1.5 * loss for loss in changed["losses"]]}
     assert "CHANGES" in trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [worse])
+
+
+def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, capfd):
+    """On a GPU it says how good the predictions are; here, whether it can be made."""
+    scripts = yaml.safe_load((SCRIPTS / "hand_edits.yaml").read_text("utf-8"))
+    for name, words in scripts.items():
+        script = diagnosis_table.Script(name, words, "full", tmp_path)
+        for edit in script.edits:
+            path = Path(script.command(edit, workers=3)[1])
+            assert compile(path.read_text("utf-8"), path, "exec") and "WORKERS" not in path.name
+    options = ["--results", str(tmp_path), "--tiny", "--rounds", "1"]
+    diagnosis_table.main([*options, "--only", "classifier"])
+    (fix,) = read_runs(tmp_path).select("10", what="fix")
+    assert fix.ok and {"predicted", "tried", "by_hand", "again", "off"} <= fix.metrics.keys()
+    assert fix.metrics["by_hand_losses"].startswith("the same")
+    assert "predicted steps are within 20%" in capfd.readouterr().out

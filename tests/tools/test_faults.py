@@ -42,7 +42,6 @@ def test_damaged_input_is_one_message_on_every_command(tmp_path, capsys):
             ("report", "--results", tmp_path),
             ("handouts", "--results", tmp_path, "--out", tmp_path / "out"),
             ("run", notebook, "--scale", "huge"),
-            ("diagnose", "--trace", record),
         ):
             code = cli.main(list(map(str, words)))
             said = capsys.readouterr()

@@ -1,20 +1,20 @@
-"""Where a training step's time goes, and which fixes pay: for a script, a trace, or a recipe.
+"""Where a training step's time goes, and which fixes pay: for a script, or a recipe.
 
-    diagnosis = diagnose(sources.of_trace("x.pt.trace.json"))
+    diagnosis = diagnose(watch(["python", "train.py"]).evidence)
     diagnosis.budget                      share of time -> milliseconds; they add up to the step
     diagnosis.fixes[0].name, .gain        ranked, each with its predicted gain by itself
 
     script           runs a training script; `script_hooks` go into its process, and leave a record
-    sources          a record with its trace, or a trace alone (`trace_pieces`) -> `evidence`
+    sources          a record with its trace (`trace_pieces`) -> `evidence`
     budget           shares the step's time out
     fixes            the rules: each replays the step's queue of work (`step_queue`) with one thing
                      changed; `fixes.yaml` has their words
     edits            the script's lines that a fix changes, and what to write in their place
     trial            runs the script again with fixes put in place from outside
     report           the diagnosis in words (`text.j2`), on a page (`page.j2`), for machines
-    ablations        measures predicted gains on the course's own loop
 
-These may import training and what is below it, and no lab.
+These may import training and what is below it, and no lab. `labutils.tools.ablations` measures
+predicted gains on the course's own loop.
 """
 
 from __future__ import annotations

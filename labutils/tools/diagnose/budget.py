@@ -14,12 +14,12 @@ HOST, CALLING = "host, most of it Python", "calling operators, and Python"
 
 
 def of_gpu(
-    trace: Trace, queue: Queue, step_ms: float, data_ms: float | None, log_ms: float
+    trace: Trace, queue: Queue, step_ms: float, data_ms: float, log_ms: float
 ) -> dict[str, float]:
     """The shares of a trace with GPU work (`Trace.partition`): kernels by kind, those of the
     optimizer apart, and what the host did while none ran. What it wrote meanwhile is taken off its
-    own time. data_ms: None where the trace alone tells."""
-    shares = trace.partition() if data_ms is None else trace.partition(step_ms, data_ms)
+    own time."""
+    shares = trace.partition(step_ms, data_ms)
     kinds = kinds_of(queue)
     busy = shares["kernels"] / (sum(kinds.values()) or 1.0)
     log = min(log_ms, shares["host"])

@@ -141,8 +141,8 @@ def _with_data(queue: Queue, ms: float) -> Queue:
     return queue.each(lambda piece: piece.but(data_ms=factor * piece.data_ms))
 
 
-TO_LINES = ("to()", "cuda()", "Tensor.to", "Tensor.cuda", "aten::to", "aten::copy_")
-"""What lines call that copy to the GPU, by the hooks' account and by a trace's."""
+TO_LINES = ("to()", "cuda()")
+"""What lines call that copy to the GPU."""
 PINNED = 0.45
 """How long a copy to the GPU takes from page-locked memory, of what it takes from ordinary memory:
 on an H200's host 55 against 25 GB/s."""

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,12 +41,12 @@ that trained, and that has ended."""
 class NoDiagnosis(RuntimeError):
     """The script could not be diagnosed; the message says why and what to type.
 
-    usage: nothing was run.
+    exit_code: of the command: 1, or 2 where nothing was run, or `STOPPED`.
     """
 
-    def __init__(self, message: str, usage: bool = False) -> None:
+    def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.usage = usage
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,14 @@ def watch(
     command: Sequence[str],
     stages: Stages | None = None,
     keep_going: bool = False,
-    folder: Path | None = None,
 ) -> Watched:
     """Run `command` to the end of its profiled steps; its output passes through.
 
-    folder: where the trace is kept. Raises `NoDiagnosis` where the command can't be started, or has
-    left no record.
+    Raises `NoDiagnosis` where the command can't be started, or has left no record.
     """
     stages = stages or Stages()
-    with _working_folder(folder) as working:
+    with working_folder() as name:
+        working = Path(name)
         settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
         exit_code = _run(command, settings, working)
         notes = [_read(path) for path in _files(working, "process")]
@@ -93,7 +91,8 @@ def watch(
             trace = working / record.name.replace("record", "trace")
             if trace.exists():
                 return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
-        raise NoDiagnosis(_why(command, exit_code, notes, stages))
+        why = _why(command, exit_code, notes, stages)
+        raise NoDiagnosis(why, STOPPED if exit_code == STOPPED else 1)
 
 
 def _files(working: Path, kind: str) -> list[Path]:
@@ -105,19 +104,9 @@ def _age(path: Path) -> float:
     return path.stat().st_mtime
 
 
-@contextmanager
-def _working_folder(folder: Path | None) -> Iterator[Path]:
-    """`folder` without an earlier script's files, or else one that is removed afterwards."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for kind in ("process", "record", "trace"):
-            for old in _files(folder, kind):
-                old.unlink()
-        yield folder.resolve()
-        return
-    made = tempfile.TemporaryDirectory(prefix="labutils-diagnose-", ignore_cleanup_errors=True)
-    with made as name:
-        yield Path(name)
+def working_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what the hooks write, which is removed afterwards."""
+    return tempfile.TemporaryDirectory(prefix="labutils-diagnose-", ignore_cleanup_errors=True)
 
 
 def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -137,15 +126,19 @@ def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
-    """Its exit code; 0 where it was ended because its steps had been measured."""
+    """Its exit code; 0 where it was ended because its steps had been measured. What it prints is
+    shown, unless fixes are tried in it.
+    """
+    out, environment = subprocess.DEVNULL if "try" in settings else None, environment_for(settings)
     try:
-        process = subprocess.Popen(_with_notebook(command), env=environment_for(settings))
+        words = _with_notebook(command)
+        process = subprocess.Popen(words, env=environment, stdout=out, stderr=out)
     except OSError as error:
         raise NoDiagnosis(
             f"There is no command {command[0]!r} here ({error.strerror}). Type the script as you "
             "would run it, after two dashes; a Python script is run by Python: labutils diagnose "
             f"-- python {shlex.join(command) if command[0].endswith('.py') else 'train.py'}",
-            usage=True,
+            exit_code=2,
         ) from None
     say_at = time.monotonic() + SAY_AFTER_S
     try:

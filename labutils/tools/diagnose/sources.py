@@ -1,59 +1,20 @@
-"""Evidence from a trace, or from a watched script's record and trace."""
+"""Evidence from a watched script's record and trace."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from labutils.profiling.intervals import difference, total, union
-from labutils.profiling.machine import default_device, usable_cores
+from labutils.profiling.machine import usable_cores
 from labutils.profiling.products import Rates, recomputed
 from labutils.profiling.trace import Trace
 from labutils.tools.diagnose import budget
 from labutils.tools.diagnose.evidence import Evidence, Line, Loader, Optimizer
-from labutils.tools.diagnose.step_queue import Queue, fitted
+from labutils.tools.diagnose.step_queue import fitted
 from labutils.tools.diagnose.trace_pieces import queue_of
-
-
-def of_trace(path: str | Path) -> Evidence:
-    """Evidence of a trace file alone: times are as traced.
-
-    Raises `FileNotFoundError`, or `ValueError` where the file is no trace.
-    """
-    try:
-        trace = Trace.read(path)
-        step_ms, log_ms = trace.wall_ms / trace.steps, own_ms_of(trace)
-        if not 0 < step_ms < 3.6e6:  # an hour
-            raise ValueError(f"{path} is damaged: a step in it would take {step_ms:.3g} ms.")
-        queue = fitted(queue_of(trace, log_ms=log_ms), step_ms, untold=1.0)
-    except (RecursionError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        words = f"{path} is damaged, or no trace ({type(error).__name__})."
-        raise ValueError(words) from error
-    evidence = _of(f"the trace {Path(path).name}", trace, step_ms, queue, None, log_ms)
-    note = "Times are the trace's own: the profiler makes the host slower than it is."
-    return replace(
-        evidence,
-        rates=Rates(evidence.device, here=not trace.on_gpu or default_device() == "cuda"),
-        data_ms=total(trace.phase_time.get("data", [])) / trace.steps,
-        accumulation=max(1.0, trace.calls_of("backward")),
-        reads=_waiting_lines(trace),
-        notes=(note,),
-    )
-
-
-def _waiting_lines(trace: Trace) -> tuple[Line, ...]:
-    return tuple(
-        Line(
-            row["where"] if "line" in row else row.get("phase", "no stack recorded"),
-            row.get("builtin") or row.get("cause") or row.get("call", ""),
-            row["per_step"],
-            row["ms_per_step"],
-        )
-        for row in trace.sync_table()
-    )
 
 
 def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
@@ -75,8 +36,19 @@ def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
     queue = fitted(queue_of(trace, data_ms, log_ms), step_ms, from_idle)
     examples = [batch["examples"] for batch in batches if "examples" in batch]
     useful, tokens = (sum(batch.get(key, 0) for batch in batches) for key in ("useful", "tokens"))
-    return replace(
-        _of("the script", trace, step_ms, queue, data_ms, log_ms),
+    device, shares = "cpu", budget.of_cpu(queue, step_ms)
+    if trace.on_gpu:
+        device, shares = "cuda", budget.of_gpu(trace, queue, step_ms, data_ms, log_ms)
+    return Evidence(
+        source="the script",
+        device=device,
+        step_ms=step_ms,
+        queue=queue,
+        budget=shares,
+        rates=Rates(device),
+        data_ms=data_ms,
+        log_ms=log_ms,
+        cores=usable_cores(),
         threads=config["threads"],
         accumulation=max(1.0, record["backwards"]),
         examples=round(statistics.median(examples)) if examples else None,
@@ -85,29 +57,13 @@ def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
         loader=_loader(record),
         optimizer=Optimizer(**record["optimizer"]),
         padding=1 - useful / tokens if tokens else None,
+        recomputed=recomputed(trace),
         memory_gb=(config["peak_gb"], config["memory_gb"]) if "peak_gb" in config else None,
         config=config,
         notes=_notes(record),
+        timeline=trace.timeline(),
         files=tuple({short(row["place"]).rpartition(":")[0] for row in record["calls"]}),
     )
-
-
-def _of(
-    source: str,
-    trace: Trace,
-    step_ms: float,
-    queue: Queue,
-    data_ms: float | None,
-    log_ms: float,
-) -> Evidence:
-    """What a trace tells of every source. data_ms: None where only the trace knows it."""
-    device = "cuda" if trace.on_gpu else "cpu"
-    shares = budget.of_cpu(queue, step_ms)
-    if trace.on_gpu:
-        shares = budget.of_gpu(trace, queue, step_ms, data_ms, log_ms)
-    e = Evidence(source, device, step_ms, queue, shares, Rates(device), data_ms or 0.0, log_ms)
-    facts = {"cores": usable_cores(), "recomputed": recomputed(trace)}
-    return replace(e, timeline=trace.timeline(), **facts)
 
 
 def own_ms_of(trace: Trace, phase: str = "log") -> float:

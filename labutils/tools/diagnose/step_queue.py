@@ -122,17 +122,15 @@ SPREAD = 0.01
 """Times differ by so much: the replay may last so much longer than was timed."""
 
 
-def fitted(
-    queue: Queue, step_ms: float, from_idle_ms: float | None = None, untold: float = TRACED_HOST
-) -> Queue:
+def fitted(queue: Queue, step_ms: float, from_idle_ms: float | None = None) -> Queue:
     """The traced queue as it is without the profiler, which slows the host.
 
     All of the host's own time is scaled by one factor, so that the replay lasts as long as the step
     was timed, and, on a GPU, so that the host has given a step's work after `from_idle_ms`. Where
     the device or the data decide a step, its time says nothing about the host, and neither does the
-    other where the host waits within the step: if neither tells, the factor is `untold`, or less
-    where the step would last longer with it. Device work is scaled down only where it alone exceeds
-    the step.
+    other where the host waits within the step: if neither tells, the factor is `TRACED_HOST`, or
+    less where the step would last longer with it. Device work is scaled down only where it alone
+    exceeds the step.
     """
     apart_ms = queue.total("data_ms") + queue.total("log_ms")
     most = max(1e-9, step_ms - (apart_ms if queue.takes_turns else 0.0))
@@ -151,7 +149,7 @@ def fitted(
             clocks.append((queue.from_idle_ms, from_idle_ms))
         told = [_factor(clock, ms) for clock, ms in clocks if clock(0.0) < HOST_TELLS * ms]
         longest = max(step_ms, (1 + SPREAD) * queue.lasts_ms(0.0))
-        host = min([*(told or [untold]), _factor(queue.lasts_ms, longest)])
+        host = min([*(told or [TRACED_HOST]), _factor(queue.lasts_ms, longest)])
     return queue.each(lambda p: p.scaled(1.0, host))
 
 

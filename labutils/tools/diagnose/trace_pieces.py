@@ -79,15 +79,13 @@ def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
         yield Piece("other", 0.0, host_ms=beyond_ms, phase=phase)
 
 
-def queue_of(trace: Trace, data_ms: float | None = None, log_ms: float = 0.0) -> Queue:
+def queue_of(trace: Trace, data_ms: float = 0.0, log_ms: float = 0.0) -> Queue:
     """The traced steps as a queue, the host's time as traced.
 
     data_ms, log_ms: what a step waits for data and takes to write logs, timed without the profiler;
-    they stand in the place of what was traced. None: as traced.
+    they stand in the place of what was traced.
     """
     pieces = list(_gpu_pieces(trace) if trace.on_gpu else _cpu_pieces(trace))
-    if data_ms is None:
-        data_ms = total(trace.phase_time.get("data", [])) / trace.steps
     # The wait for data stands before the first piece of each step; steps have as many pieces as
     # each other.
     for step in range(trace.steps):

@@ -6,11 +6,10 @@ a time. The losses of the first backward passes are compared with those of the s
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from labutils.results.effects import saved
@@ -23,7 +22,7 @@ KNOWN |= {"optimizer", "attention", "checkpointing", "precision"}
 """What can be put in place from outside."""
 CLOSE = {"": 1e-3, "tf32": 5e-3, "bf16": 3e-2}
 """By how much of itself a loss may differ, by the format of products."""
-PREFETCHED, STOPPED = 2, 130
+PREFETCHED = 2
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,10 @@ def _run(
     """One process: `step_ms`, `losses`, and what was `done`; or `why` there is none of it."""
     # What workers made ready while nothing was timed must be used up first.
     stages = replace(stages, warmup=stages.warmup + PREFETCHED * changes.get("num_workers", 0))
-    with script._working_folder(None) as working, _quiet():
-        settings = vars(stages) | {"folder": str(working), "keep_going": False, "try": changes}
-        if script._run(command, settings, working) == STOPPED:
+    with script.working_folder() as folder:
+        working = Path(folder)
+        settings = vars(stages) | {"folder": folder, "keep_going": False, "try": changes}
+        if script._run(command, settings, working) == script.STOPPED:
             raise KeyboardInterrupt
         kinds = ("record", "tried", "process")
         found = [[script._read(path) for path in script._files(working, kind)] for kind in kinds]
@@ -79,22 +79,6 @@ def _run(
     if missing := changes.keys() - set(seen["done"]) - {"persistent_workers", "non_blocking"}:
         return {"why": f"could not be put in place from outside ({', '.join(sorted(missing))})"}
     return {"step_ms": records[0]["step_ms"]} | seen
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What is written here, by other processes as well, goes nowhere."""
-    sys.stdout.flush()
-    kept = {stream: os.dup(stream) for stream in (1, 2)}
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        for stream in kept:
-            os.dup2(nowhere.fileno(), stream)
-    try:
-        yield
-    finally:
-        for stream, own in kept.items():
-            os.dup2(own, stream)
-            os.close(own)
 
 
 def _judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Try:

@@ -1,7 +1,7 @@
 """Every touch on the inside of PyTorch, and on Python's import: the public hooks don't reach these.
 
-tests/tools/test_script_hooks.py and test_diagnose_scripts.py hold each, so that an upgrade that
-moves one fails by name.
+tests/tools/test_script_hooks.py, test_diagnose_scripts.py and test_diagnose_trials.py hold each, so
+that an upgrade that moves one fails by name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import ModuleType
 from typing import Any
 
@@ -74,6 +74,30 @@ def around_pytorch(watch: Any) -> None:
     # Else torch.compile would compile the hooks into the script's graphs.
     rules = "torch._dynamo.trace_rules"
     WhenImported(rules, lambda: sys.modules[rules].add(__package__))
+
+
+def around_training(fixes: Any, asked: Set[str]) -> None:
+    """Bring a trial's methods around those of PyTorch that the changes asked for go through."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    def first_call(original: Callable[..., Any], module: Any, *args: Any, **more: Any) -> Any:
+        trained = any(p.requires_grad for p in module.parameters())
+        if not (trained and torch.is_grad_enabled()):
+            return original(module, *args, **more)
+        torch.nn.Module.__call__ = original
+        fixes.model(module)
+        return module(*args, **more)
+
+    around(torch.autograd, "backward", fixes.backward)
+    if asked & {"num_workers", "pin_memory"}:
+        around(DataLoader, "__init__", fixes.loader)
+    for name in ("to", "cuda") if "non_blocking" in asked else ():
+        around(torch.Tensor, name, fixes.copy)
+    for kind in ("Adam", "AdamW", "SGD") if "optimizer" in asked else ():
+        around(getattr(torch.optim, kind), "__init__", fixes.optimizer)
+    if asked & {"attention", "checkpointing", "precision", "compile"}:
+        around(torch.nn.Module, "__call__", first_call)
 
 
 class OwnOptimizer:

@@ -20,26 +20,21 @@ def tensors_in(batch: Any) -> Iterator[tuple[str, Any]]:
 
 
 def of_batch(batch: Any) -> dict[str, Any]:
-    """`examples` (rows of the first tensor), `bytes`, `pinned`, and, where it holds a mask,
-    `tokens` and the `useful` ones of them. {} where it holds no tensor."""
+    """`examples` (rows of the first tensor), `bytes`, `pinned`, and, where it holds a mask of
+    attention, `tokens` and the `useful` ones of them. {} where it holds no tensor."""
     named = [(name, tensor) for name, tensor in tensors_in(batch) if tensor.dim()]
     if not named:
         return {}
     tensors = [tensor for _, tensor in named]
-    return {
+    facts = {
         "examples": int(tensors[0].shape[0]),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         "pinned": any(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in tensors),
-    } | tokens_of(named)
-
-
-def tokens_of(named: list[tuple[str, Any]]) -> dict[str, int]:
-    """`tokens` and `useful` ones, by an attention mask of ones and zeros; {} without one."""
-    for name, tensor in named:
-        is_mask = "mask" in name and tensor.dim() == 2
-        if is_mask and bool(((tensor == 0) | (tensor == 1)).all()):
-            return {"tokens": tensor.numel(), "useful": int((tensor != 0).sum())}
-    return {}
+    }
+    for name, tensor in named:  # a mask has ones and zeros
+        if "mask" in name and tensor.dim() == 2 and bool(((tensor == 0) | (tensor == 1)).all()):
+            return facts | {"tokens": tensor.numel(), "useful": int((tensor != 0).sum())}
+    return facts
 
 
 def of_optimizer(optimizer: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Puts fixes in place in a script's process, for `labutils diagnose --try`: nothing is edited.
 
-What is changed are PyTorch's own classes, before the script uses them, and the first module that it
-calls in order to train it. The losses of the first backward passes are written down.
+What is changed are PyTorch's own classes before the script uses them, by `compat.around_training`,
+and the first module that it trains. The losses of the first backward passes are written down.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from labutils_script_hooks.compat import around
+from labutils_script_hooks import compat
 from labutils_script_hooks.process_note import ProcessNote
 from labutils_script_hooks.watch import Stage, Watch
 
@@ -41,28 +41,17 @@ class Fixes:
 
     def put(self) -> None:
         import torch
-        from torch.utils.data import DataLoader
 
-        self.torch, asked = torch, self.changes.keys()
-        around(torch.autograd, "backward", self._backward)
-        if asked & {"num_workers", "pin_memory"}:
-            around(DataLoader, "__init__", self._loader)
-        if "non_blocking" in asked:
-            for name in ("to", "cuda"):
-                around(torch.Tensor, name, self._copy)
-        if "optimizer" in asked:
-            for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-                around(kind, "__init__", self._optimizer)
+        self.torch = torch
         if self.changes.get("precision") == "tf32":
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
             self.done.add("precision")
-        if "logging" in asked:
+        if "logging" in self.changes:
             self._silence()
-        if asked & {"attention", "checkpointing", "precision", "compile"} - self.done:
-            around(torch.nn.Module, "__call__", self._call)
+        compat.around_training(self, self.changes.keys() - self.done)
 
-    def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **more: Any) -> Any:
+    def backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **more: Any) -> Any:
         loss = tensors if self.torch.is_tensor(tensors) else tensors[0]
         if len(self.losses) < FIRST_LOSSES and loss.numel() == 1:
             self.losses.append(float(loss.detach()))
@@ -70,7 +59,7 @@ class Fixes:
                 json.dump({"losses": self.losses, "done": sorted(self.done)}, file)
         return original(tensors, *args, **more)
 
-    def _loader(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:
+    def loader(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:
         bound = inspect.signature(original).bind(*args, **more)
         streams = isinstance(bound.arguments["dataset"], self.torch.utils.data.IterableDataset)
         for name in ("num_workers", "persistent_workers", "pin_memory"):
@@ -79,12 +68,12 @@ class Fixes:
                 self.done.add(name)
         original(*bound.args, **bound.kwargs)
 
-    def _copy(self, original: Callable[..., Any], tensor: Any, *args: Any, **more: Any) -> Any:
+    def copy(self, original: Callable[..., Any], tensor: Any, *args: Any, **more: Any) -> Any:
         if tensor.device.type == "cpu" and tensor.is_pinned():
             more["non_blocking"] = True
         return original(tensor, *args, **more)
 
-    def _optimizer(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:
+    def optimizer(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:
         bound = inspect.signature(original).bind(*args, **more)
         bound.arguments |= {"fused": True, "foreach": None}
         try:
@@ -99,15 +88,7 @@ class Fixes:
         os.environ |= {"TQDM_DISABLE": "1", "WANDB_MODE": "disabled"}
         self.done.add("logging")
 
-    def _call(self, original: Callable[..., Any], module: Any, *args: Any, **more: Any) -> Any:
-        trained = any(p.requires_grad for p in module.parameters())
-        if not (trained and self.torch.is_grad_enabled()):
-            return original(module, *args, **more)
-        self.torch.nn.Module.__call__ = original
-        self._change(module)
-        return module(*args, **more)
-
-    def _change(self, module: Any) -> None:
+    def model(self, module: Any) -> None:
         methods = {"attention": "set_attn_implementation"}
         methods |= {"checkpointing": "gradient_checkpointing_disable"}
         for name in methods.keys() & self.changes.keys():

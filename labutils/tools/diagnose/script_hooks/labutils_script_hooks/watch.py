@@ -34,7 +34,6 @@ from labutils_script_hooks.process_note import ProcessNote
 
 Stage = Enum("Stage", "SKIPPED TIMED FROM_IDLE WATCHED WARMING PROFILED DONE")
 WATCHED_STEPS = 2
-MOST_BATCHES = 64
 
 
 class Watch:
@@ -142,7 +141,7 @@ class Watch:
             self.now["data_ms"] += 1e3 * (time.perf_counter() - wall)
             self.now["fetch_cpu_ms"] += 1e3 * (time.thread_time() - busy)
         self.now["batches"] += 1
-        if self.stage in (Stage.SKIPPED, Stage.WATCHED) and len(self.batches) < MOST_BATCHES:
+        if self.stage in (Stage.SKIPPED, Stage.WATCHED):
             with contextlib.suppress(Exception):  # another kind of batch must not end the script
                 self.batches.append(facts.of_batch(batch))
         if (loader := self.loaders.get(iterator)) is not None:

@@ -1,0 +1,251 @@
+"""The table of a diagnosis: what `labutils diagnose` predicts of a fix in a real script, what its
+`--try` measures, and what the same change saves that is written into the script by hand.
+
+    python tests/gpu/diagnosis_table.py --results results/mine             on a GPU, in 8 minutes
+    python tests/gpu/diagnosis_table.py --results /tmp/x --tiny --only trainer       on a CPU
+
+tests/scripts/hand_edits.yaml names the scripts and their edits. A round visits each script as it
+is, twice, and with every change, tried and by hand, there and back; two scripts' steps are timed
+with and without being watched as well. Rounds go on for as long as there is time. A script's
+records are appended after each of its rounds; the newest count, and the table is made of them. So
+scripts may be measured in several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+from labutils.profiling.machine import machine_facts
+from labutils.results import records
+from labutils.results.effects import saved
+from labutils.results.records import Results, Run, Runs
+from labutils.tools.ablations import CLOSE, TESTS
+from labutils.tools.diagnose import Fix, diagnose, trial
+from labutils.tools.diagnose.script import Stages, environment_for, watch
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+BASE, AGAIN, TRIED, BY_HAND = "as it is", "as it is again", "tried", "by hand"
+ALONE, WATCHED = "alone", "watched"
+STAGES = Stages(warmup=4, timed=8, profiled=3)
+WATCHED_STEPS = {"gpt": 20, "launches": 200}
+"""Script -> steps that are timed with and without being watched."""
+NEAR = 0.05
+"""The first-ranked fix saves as much as the best, but for so much."""
+CLOCK = """
+import json, runpy, sys, time
+from torch.optim import optimizer
+marks, wanted = [], int(sys.argv[1])
+def step_ended(*_):
+    marks.append(1e3 * time.perf_counter())
+    if len(marks) == wanted:
+        print(json.dumps(marks))
+        sys.exit()
+optimizer.register_optimizer_step_post_hook(step_ended)
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script for so many optimizer steps, and prints when each ended, in milliseconds."""
+
+
+class Script:
+    """A script of hand_edits.yaml. `runs`: what was run -> its result in each round."""
+
+    def __init__(self, name: str, words: dict[str, Any], scale: str, folder: Path) -> None:
+        self.name, self.scale, self.folder = name, scale, folder
+        self.text = (SCRIPTS / words["script"]).read_text("utf-8")
+        self.arguments, self.edits = words[scale].split(), words["edits"]
+        self.fixes: dict[str, Fix] = {}
+        self.runs: dict[str, list[dict[str, Any]]] = {}
+        self.took_s = 0.0
+
+    def command(self, *edits: str, workers: int = 0) -> list[str]:
+        """The script with these edits made."""
+        text = self.text
+        for was, now in (pair for edit in edits for pair in self.edits[edit].items()):
+            assert text.count(was) == 1, f"{self.name}: this must be there once: {was!r}"
+            text = text.replace(was, now.replace("WORKERS", str(workers)))
+        path = self.folder / f"{'-'.join([self.name, *edits])}.py"
+        path.write_text(text, encoding="utf-8")
+        return [sys.executable, str(path), *self.arguments]
+
+    def diagnosed(self) -> Run:
+        """What is proposed; of a script that does everything right, with all of its edits."""
+        right = "right" in self.edits
+        diagnosis = diagnose(watch(self.command(*(self.edits if right else ())), STAGES).evidence)
+        for edit in () if right else self.edits:
+            name, _, form = edit.partition(":")
+            fix = diagnosis.fix(name) or Fix(name, 0.0, "nothing calls for it")
+            if not form or form == fix.changes.get("precision"):
+                self.fixes[edit] = fix
+        gains = {fix.name: round(fix.gain, 3) for fix in diagnosis.fixes}
+        print(f"{self.name}: {diagnosis.evidence.step_ms:.1f} ms a step, {gains}", flush=True)
+        facts = {"proposed": len(diagnosis.worth_it), "step_ms": diagnosis.evidence.step_ms}
+        return self.record("diagnosis", facts | {"gains": gains}, {})
+
+    def visit(self, back: bool) -> list[Run]:
+        """One round, and the records of all so far."""
+        plans: dict[str, tuple[list[str], dict[str, Any], int]] = {}
+        for name in (BASE, AGAIN) if self.fixes else ():
+            plans[name] = (self.command(), {}, 0)
+        for edit, fix in self.fixes.items():
+            workers = fix.changes.get("num_workers", 0)
+            if fix.changes and fix.changes.keys() <= trial.KNOWN:
+                plans[f"{fix.name} {TRIED}"] = (self.command(), fix.changes, 0)
+            plans[f"{fix.name} {BY_HAND}"] = (self.command(edit, workers=workers), {}, workers)
+        for name in [*plans][:: -1 if back else 1]:
+            command, changes, workers = plans[name]
+            if not any("why" in run for run in self.runs.setdefault(name, [])):
+                stages = Stages(STAGES.warmup + trial.PREFETCHED * workers, STAGES.timed)
+                run = trial._run(command, changes, stages)
+                told = run.get("why") or f"{np.median(run['step_ms']):.1f} ms a step"
+                print(f"{self.name}, {name}: {told}", flush=True)
+                self.runs[name].append(run)
+        return [self.of_fix(fix) for fix in self.fixes.values()]
+
+    def of_fix(self, fix: Fix) -> Run:
+        """The record of one fix: gains with their intervals, and the steps behind them."""
+        metrics: dict[str, Any] = {"predicted": fix.gain}
+        kinds = {"again": AGAIN, "tried": f"{fix.name} {TRIED}", "by_hand": f"{fix.name} {BY_HAND}"}
+        samples, status = {"base_ms": _steps(self.runs[BASE])}, "ok"
+        for kind, name in kinds.items():
+            runs = self.runs.get(name, [{"why": "it can't be tried"}])
+            found, samples[f"{kind}_ms"] = trial._judged(fix, self.runs[BASE], runs), _steps(runs)
+            if found.measured is None:
+                status = f"error: {found.why}" if kind != "tried" else status
+            else:
+                metrics |= {kind: found.measured, f"{kind}_low": found.low}
+                metrics |= {f"{kind}_high": found.high, f"{kind}_losses": found.losses}
+        if "by_hand" in metrics:
+            metrics["off"] = (1 - fix.gain) / (1 - metrics["by_hand"]) - 1
+        return self.record("fix", metrics, samples, status, fix=fix.name)
+
+    def time_watching(self, back: bool) -> Run:
+        """One round of its steps alone and watched, and the record of all so far."""
+        warmup, timed = STAGES.warmup, WATCHED_STEPS[self.name]
+        settings = vars(Stages(warmup, timed)) | {"folder": str(self.folder), "keep_going": False}
+        watched = environment_for(settings)
+        for kind in (WATCHED, ALONE) if back else (ALONE, WATCHED):
+            python, *words = self.command()
+            command = [python, "-c", CLOCK, str(warmup + timed), *words]
+            environment = watched if kind is WATCHED else None
+            said = subprocess.check_output(command, env=environment, text=True)
+            marks = json.loads(said.splitlines()[-1])[warmup:]
+            steps = [late - early for early, late in pairwise(marks)]
+            self.runs.setdefault(kind, []).append({"step_ms": steps})
+        times = [[round["step_ms"] for round in self.runs[kind]] for kind in (ALONE, WATCHED)]
+        gain, low, high = saved(*times)
+        metrics = {"overhead": -gain, "overhead_low": -high, "overhead_high": -low}
+        samples = {f"{kind}_ms": _steps(self.runs[kind]) for kind in (ALONE, WATCHED)}
+        return self.record("overhead", metrics, samples)
+
+    def record(self, what: str, metrics: Any, samples: Any, status: str = "ok", **tags: str) -> Run:
+        tags = {"experiment": "diagnosis table", "what": what, "script": self.name} | tags
+        facts = {"machine": machine_facts(), "versions": records.versions()}
+        facts |= {"commit": records.commit(), "at": records.now(), "status": status}
+        scale, name = "small" if self.scale == "full" else "tiny", " ".join(tags.values())
+        return Run("10", name, scale=scale, metrics=metrics, samples=samples, tags=tags, **facts)
+
+
+def _steps(runs: list[dict[str, Any]]) -> list[float]:
+    return [ms for run in runs for ms in run.get("step_ms", [])]
+
+
+def _percent(run: Run, name: str) -> str:
+    """ "48% (46 to 51)"; "-" where it wasn't measured."""
+    if name not in run.metrics:
+        return "-"
+    ends = [100 * run.metrics[f"{name}_{end}"] for end in ("low", "high")]
+    return f"{run.metrics[name]:.0%} ({ends[0]:.0f} to {ends[1]:.0f})"
+
+
+def told(runs: Runs) -> str:
+    """The table, and what it says of the predictions."""
+    fixes = [run for run in runs.select(what="fix") if run.ok]
+    rows = [
+        {"script": run.tags["script"], "fix": run.tags["fix"]}
+        | {"predicted": f"{run.metrics['predicted']:.0%}", "--try": _percent(run, "tried")}
+        | {"by hand": _percent(run, "by_hand"), "base again": _percent(run, "again")}
+        | {"step off by": f"{run.metrics['off']:+.0%}", "losses": run.metrics["by_hand_losses"]}
+        for run in fixes
+    ]
+    lines = [pd.DataFrame(rows).to_string(index=False), ""]
+    lines += [f"{run.run}: {run.status}" for run in runs if not run.ok]
+    tests = [run for run in fixes if max(map(run.metric, ("predicted", "by_hand"))) >= TESTS]
+    offs = [abs(run.metrics["off"]) for run in tests]
+    close = sum(off <= CLOSE for off in offs)
+    lines += [f"{close} of {len(offs)} predicted steps are within {CLOSE:.0%}, "
+              f"and the worst is {max(offs, default=0):.0%} off"]  # fmt: skip
+    tried = [run for run in fixes if "tried" in run.metrics]
+    lines += [f"{sum(map(_agrees, tried))} of {len(tried)} tries lie within the hand edit's spread"]
+    for run in runs.select(what="diagnosis"):
+        script, (first, *_) = run.tags["script"], [*run.metrics["gains"], "nothing"]
+        by_hand = {f.tags["fix"]: f.metrics["by_hand"] for f in fixes if f.has(script=script)}
+        best = max(by_hand, key=by_hand.__getitem__, default="not measured")
+        near = first in by_hand and by_hand[first] >= by_hand[best] - NEAR
+        said = f"{run.metrics['proposed']} fixes proposed, first {first}; best by hand: {best}"
+        lines += [f"{script}: {said}{'' if near or not by_hand else ' (NOT the first)'}"]
+    for run in runs.select(what="overhead"):
+        lines += [f"watching {run.tags['script']} takes {_percent(run, 'overhead')} of a step"]
+    return "\n".join(lines)
+
+
+def _agrees(run: Run) -> bool:
+    """Whether what was tried lies where the hand edit does, give or take what the base does."""
+    m = run.metrics
+    noise = max(abs(m["again_low"]), abs(m["again_high"]))
+    return m["by_hand_low"] - noise <= m["tried"] <= m["by_hand_high"] + noise
+
+
+def measure(scripts: list[Script], results: Results, rounds: int, seconds: float) -> None:
+    """Diagnose the scripts, then go round them for as long as there is time."""
+    end = time.monotonic() + seconds
+    for script in [*scripts]:
+        try:
+            results.append(script.diagnosed())
+        except Exception as error:  # the others' rows are wanted all the same
+            scripts.remove(script)
+            results.append(script.record("diagnosis", {}, {}, f"error: {error}"))
+            print(f"{script.name}: {error}", flush=True)
+    for number in range(rounds):
+        for script in scripts:
+            began, back = time.monotonic(), bool(number % 2)
+            if number and began + script.took_s > end:
+                continue
+            for record in script.visit(back):
+                results.append(record)
+            if script.name in WATCHED_STEPS:
+                results.append(script.time_watching(back))
+            script.took_s = time.monotonic() - began
+
+
+def main(words: list[str] | None = None) -> None:
+    scripts = yaml.safe_load((SCRIPTS / "hand_edits.yaml").read_text("utf-8"))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--results", required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[*scripts], choices=[*scripts])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--minutes", type=float, default=7.5)
+    options = parser.parse_args(words)
+    results = Results(options.results)
+    scale = "tiny" if options.tiny else "full"
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [Script(name, scripts[name], scale, Path(folder)) for name in options.only]
+        measure(chosen, results, options.rounds, 60 * options.minutes)
+    print(told(records.read_runs(results.path).select(experiment="diagnosis table")))
+
+
+if __name__ == "__main__":
+    main()
