@@ -107,7 +107,8 @@ def test_a_page_has_its_facts_glyphs_and_last_words(made, kind):
     words = words_of(made / "student" / f"{STEM}.{kind}")
     for word in ("2026-11-20 10:20", "c0ffee123456", "numpy 2.5.2", "2 cores", "scale tiny"):
         assert word in words  # of results.jsonl
-    assert "Another" not in words
+    assert "Another" not in words and "scale: str" not in words
+    assert "448. That is" in words
     assert "についての紹介" in words and "and so on" in words  # the table's last word
 
 
