@@ -30,8 +30,9 @@ local function output(div)
   return part('output', blocks)
 end
 
--- On paper nothing runs: what a cell imports is of no use there.
-local function without_imports(code)
+-- On paper nothing runs: what a cell imports is of no use there, nor the call that ends a lab.
+local function for_paper(code)
+  if code:find 'lab%.done%(' then return '' end
   code = ('\n' .. code):gsub('\nplots%.use_style%(%)', '')
   code = code:gsub('\nfrom [%w._]+ import %b()', ''):gsub('\nfrom [%w._]+ import [^\n]*', '')
   return (code:gsub('\nimport [^\n]*', ''):gsub('^\n+', ''):gsub('\n\n\n+', '\n\n'))
@@ -39,13 +40,12 @@ end
 
 local function cell(div)
   local tags, blocks = div.attributes.tags or '', pandoc.Blocks{}
-  local code = div.content[1] and div.content[1].text or ''
-  if tags:find '"parameters"' or code:find 'lab%.done%(' then return blocks end -- the facts say it
+  if tags:find '"parameters"' then return blocks end -- the facts at the top have them
   for _, block in ipairs(div.content) do
     if block.t == 'Div' and block.classes:includes 'output' then
       blocks:insert(output(block))
     elseif block.t == 'CodeBlock' and div.classes:includes 'code' then
-      if for_typst then block.text = without_imports(block.text) end
+      if for_typst then block.text = for_paper(block.text) end
       local kind = tags:find '"exercise"' and 'exercise-input' or 'input'
       if block.text ~= '' then blocks:insert(part(kind, {block})) end
     else
