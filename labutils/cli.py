@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return WRONG_USAGE
     options = parser.parse_args(words)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing stays in /tmp
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
     try:
         return _carry_out(options)
     except KeyboardInterrupt:

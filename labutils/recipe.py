@@ -2,8 +2,7 @@
 
 A recipe is frozen data, one field a knob. The defaults are article A1's starting point: the public
 diffusers text-to-image LoRA script as downloaded. `recipe.but(num_workers=3)` makes the next
-recipe, and `new.changes_from(old)` prints as the difference, so that every comparison in the course
-shows what was changed.
+recipe.
 
 A recipe says what the person asked for. `recipe.fitted_to("cpu")` says what a machine without a
 CUDA device can do of it; results always hold the fitted recipe, so that what is on record is what
@@ -48,15 +47,14 @@ class Recipe:
     """Page-lock batches on the host, so that copies need no staging."""
     non_blocking: bool = knob(False)
     """Let the host run on while a batch is copied to the device."""
-    cache: str = knob("nothing", ("nothing", "latents", "latents+text", "features"))
-    """What the frozen encoders are asked only once: VAE moments (re-sampled each step), and text
-    embeddings; or a vision tower's features."""
+    cache: str = knob("nothing", ("nothing", "latents+text", "features"))
+    """What the frozen encoders are asked only once: VAE moments (re-sampled each step) and text
+    embeddings, or a vision tower's features."""
 
-    shapes: str = knob("as-they-come", ("as-they-come", "fixed", "padded", "buckets", "packed"))
+    shapes: str = knob("as-they-come", ("as-they-come", "fixed", "padded", "packed"))
     """Batches of texts, with images or without. as-they-come: padded to the batch's longest; fixed:
     images forced to one tile's square, texts padded to token_budget; padded: to token_budget;
-    buckets: to the next of a few lengths; packed: as many examples in a row as token_budget holds,
-    apart from each other."""
+    packed: as many examples in a row as token_budget holds, apart from each other."""
     token_budget: int = knob(2048, at_least=128, at_most=2**17)
     """Tokens of a row of fixed length, at full scale (smaller scales have smaller images, or
     texts)."""
@@ -66,13 +64,9 @@ class Recipe:
     """Examples in one forward and backward pass; rows of them where shapes='packed'."""
     accumulation: int = knob(4, at_least=1)
     """Micro-batches in one optimizer step."""
-    optimizer: str = knob(
-        "adamw",
-        ("adamw", "adamw-loop", "adamw-foreach", "adamw-fused", "adamw-8bit", "adamw-paged"),
-    )
-    """adamw: as PyTorch picks it; adamw-loop: tensor by tensor; adamw-foreach: all tensors in a few
-    kernels; adamw-fused: in one; adamw-8bit: moments in 8 bits, by bitsandbytes; adamw-paged: those
-    in pages that move to the host where the GPU is full."""
+    optimizer: str = knob("adamw", ("adamw", "adamw-fused", "adamw-8bit"))
+    """adamw: as PyTorch picks it; adamw-fused: all tensors in one kernel; adamw-8bit: moments in 8
+    bits, by bitsandbytes."""
     learning_rate: float = knob(1e-4, at_least=0)
     """Constant learning rate."""
     max_grad_norm: float = knob(1.0, above=0)
@@ -84,15 +78,11 @@ class Recipe:
     adapter: str = knob("peft", ("peft", "plain", "folded", "none"))
     """peft: PEFT's layers; plain: the two products written out; folded: W + BA formed once a pass;
     none: no LoRA, every weight of the trained network is trained, held in float32."""
-    base_linear: str = knob(
-        "published",
-        ("published", "fp8-frozen", "fp8-te", "nf4", "nf4-frozen", "nf4-fp8"),
-    )
+    base_linear: str = knob("published", ("published", "fp8-frozen", "fp8-te", "nf4", "nf4-frozen"))
     """How the frozen linear layers hold and multiply their weights: published: as they come;
     fp8-frozen: held once in FP8, a scale a row; fp8-te: Transformer Engine's te.Linear, delayed
-    scaling; nf4: 4 bits, double quantisation (QLoRA), by
-    bitsandbytes; nf4-frozen: the same bytes unpacked inside the compiled graph; nf4-fp8: those
-    unpacked to FP8."""
+    scaling; nf4: 4 bits, double quantisation (QLoRA), by bitsandbytes; nf4-frozen: the same bytes
+    unpacked inside the compiled graph."""
 
     # how the computation is driven
     precision: str = knob("fp16", ("fp32", "fp16", "bf16"))
@@ -104,9 +94,7 @@ class Recipe:
     driver: str = knob("accelerate", ("accelerate", "eager", "graph"))
     """Who drives the step: the accelerate library, plain PyTorch, or one CUDA graph of the whole
     optimizer step."""
-    compile: str = knob(
-        "off", ("off", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-    )
+    compile: str = knob("off", ("off", "default", "reduce-overhead", "max-autotune"))
     """torch.compile's mode."""
     compile_scope: str = knob("model", ("model", "blocks", "everything"))
     """What is compiled: the trained model, its repeated blocks one by one, or the frozen encoders
@@ -169,29 +157,20 @@ class Recipe:
                 )
         return dataclasses.replace(self, **changes)
 
-    def changes_from(self, other: Recipe) -> dict[str, tuple[Any, Any]]:
-        """Knob -> (value in `other`, value here), for the knobs that differ."""
-        pairs = (
-            (s.name, getattr(other, s.name), getattr(self, s.name))
-            for s in dataclasses.fields(self)
-        )
-        return {name: (before, after) for name, before, after in pairs if before != after}
-
     def fitted_to(self, device: str) -> Recipe:
         """What a `device` ("cuda" or "cpu") can do of this recipe.
 
         A CPU has no tensor cores that take fp16, no CUDA graphs or streams, no page-locked copies,
-        no cuDNN: there, precision becomes fp32 without TF32, paged moments stay where they are, the
-        graph driver becomes the eager one, and compilation keeps only its default mode. The frozen
-        layers' format stays what it is: FP8 is emulated with the same rounding, NF4 runs, and
-        Transformer Engine, which can be neither, says so when it is built.
+        no cuDNN: there, precision becomes fp32 without TF32, the graph driver becomes the eager
+        one, and compilation keeps only its default mode. The frozen layers' format stays what it
+        is: FP8 is emulated with the same rounding, NF4 runs, and Transformer Engine, which can be
+        neither, says so when it is built.
         """
         if device == "cuda":
             return self
         return self.but(
             precision="fp32",
             tf32=type(self).tf32,
-            optimizer="adamw-8bit" if self.optimizer == "adamw-paged" else self.optimizer,
             driver="eager" if self.driver == "graph" else self.driver,
             streams=1,
             cudnn_benchmark=False,
@@ -251,9 +230,9 @@ CONTRADICTIONS: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
         "on several streams would wait for the host just the same.",
     ),
     (
-        lambda r: r.driver == "graph" and r.optimizer in ("adamw-8bit", "adamw-paged"),
-        "optimizer={optimizer!r} counts its steps on the host, which driver='graph' would record "
-        "once. Use optimizer='adamw-fused'.",
+        lambda r: r.driver == "graph" and r.optimizer != "adamw-fused",
+        "optimizer={optimizer!r} asks the host whether to step or counts there, which "
+        "driver='graph' would record once. Use optimizer='adamw-fused'.",
     ),
     (
         lambda r: r.driver == "graph" and r.logging == "synchronous",
@@ -263,7 +242,7 @@ CONTRADICTIONS: tuple[tuple[Callable[[Recipe], bool], str], ...] = (
     (
         lambda r: r.driver == "graph" and r.compile in ("reduce-overhead", "max-autotune"),
         "compile={compile!r} makes CUDA graphs of its own, and one graph can't be captured inside "
-        "another. Use compile='default' or 'max-autotune-no-cudagraphs' with driver='graph'.",
+        "another. Use compile='default' with driver='graph'.",
     ),
 )
 """Knobs that contradict each other: what must not be asked for together, and why."""

@@ -43,10 +43,12 @@ def full_float32() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def single_thread() -> Iterator[None]:
     """Sums of one order: as many threads as there happen to be would round differently."""
-    from recipes_at_work import one_thread
+    import torch
 
-    with one_thread():
-        yield
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from recipes_at_work import adapter_gradients, perturb
 from torch import Tensor, nn
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from labutils.recipe import Recipe
 from labutils.training import Trainer
@@ -39,6 +41,17 @@ def outcome_of(
         loss = workload.loss(model, batch, workload.draw(model, batch))
     loss.backward()
     return loss.detach(), adapter_gradients(network)
+
+
+def frozen_experts(width: int, inner: int, count: int, std: float = 1.0) -> nn.Module:
+    """gpt-oss's experts in transformers' own loop, with normal numbers for weights."""
+    config = GptOssConfig(num_local_experts=count, hidden_size=width, intermediate_size=inner)
+    config._experts_implementation = "eager"
+    experts = GptOssExperts(config)
+    torch.manual_seed(0)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=std)
+    return experts.requires_grad_(False)
 
 
 def losses_of(workload: DecoderWorkload, recipe: Recipe, steps: int) -> list[float]:

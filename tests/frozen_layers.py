@@ -30,6 +30,17 @@ def language_model(
     return model
 
 
+class Block(nn.Module):
+    """Two layers with an activation between them."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+
 def passes(layer: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Output and gradient of the input."""
     x = x.detach().requires_grad_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from unittest import mock
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
-from labutils.layers.lora import adapter_state, lora_layers
+from labutils.layers.lora import NAME, lora_layers
 from labutils.recipe import STOCK, Recipe
 from labutils.training import Trainer
 from labutils.workloads import Workload, open_workload
@@ -97,22 +97,10 @@ def watch_trainer(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
     unet = trainer.model.unet
     perturb(unet, size)
     watched = Watched(copied(adapter_state(unet)))
-    workload, clip, loss = trainer.workload, torch.nn.utils.clip_grad_norm_, trainer.workload.loss
-
-    def watching_clip(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
-        watched.gradients.append(adapter_gradients(unet))
-        return clip(parameters, *rest, **options)
-
-    def watching_loss(
-        model: nn.Module, batch: dict[str, Tensor], draws: dict[str, Tensor]
-    ) -> Tensor:
-        watched.seen.append((batch, draws))
-        return loss(model, batch, draws)
-
+    keep = lambda parameters: watched.gradients.append(adapter_gradients(unet))
     with (
-        mock.patch.object(workload, "draw", SameDraws(workload)),
-        mock.patch.object(workload, "loss", watching_loss),
-        mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching_clip),
+        mock.patch.object(trainer.workload, "draw", SameDraws(trainer.workload)),
+        watching(trainer.workload, keep, watched.seen),
     ):
         for _ in range(steps):
             trainer.step()
@@ -120,6 +108,45 @@ def watch_trainer(trainer: Trainer, steps: int, size: float = 0.05) -> Watched:
     watched.after = copied(adapter_state(unet))
     watched.losses = list(trainer.losses)
     return watched
+
+
+def adapter_state(module: nn.Module) -> dict[str, Tensor]:
+    """The adapter's weights under PEFT's names, "<layer>.lora_A.weight" and
+    "<layer>.lora_B.weight"; not copies.
+    """
+    return {
+        f"{plain(name)}.{half}.weight": getattr(layer, half)[NAME].weight.detach()
+        for name, layer in lora_layers(module).items()
+        for half in ("lora_A", "lora_B")
+    }
+
+
+def plain(name: str) -> str:
+    """A name without what DistributedDataParallel and torch.compile put into it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+@contextmanager
+def watching(
+    workload: Workload, keep: Callable[[list[nn.Parameter]], object], seen: list
+) -> Iterator[None]:
+    """A context in which `keep` gets the parameters before their gradients are clipped, and `seen`
+    the micro-batches with their random numbers."""
+    clip, loss = torch.nn.utils.clip_grad_norm_, workload.loss
+
+    def watching_clip(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
+        keep(parameters := list(parameters))
+        return clip(parameters, *rest, **options)
+
+    def watching_loss(model: nn.Module, batch: dict, draws: dict) -> Tensor:
+        seen.append((batch, draws))
+        return loss(model, batch, draws)
+
+    with (
+        mock.patch.object(workload, "loss", watching_loss),
+        mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching_clip),
+    ):
+        yield
 
 
 @torch.no_grad()
@@ -145,7 +172,7 @@ def adapter_gradients(unet: nn.Module) -> dict[str, Tensor]:
             a, b = stack.A.grad[index, :rank], stack.B.grad[index, :, :rank]
         else:
             a, b = layer.lora_A["default"].weight.grad, layer.lora_B["default"].weight.grad
-        found |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        found |= {f"{plain(name)}.lora_A.weight": a, f"{plain(name)}.lora_B.weight": b}
     return copied(found)
 
 
@@ -181,15 +208,6 @@ def assert_same_path(found: Watched, expected: Watched, rtol: float = 5e-3) -> N
         way = expected.after[name] - start
         off = (found.after[name] - expected.after[name]).norm().item()
         assert off <= rtol * way.norm().item() > 0, f"{name}: {off / way.norm().item():.2e} off"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Sums of one order: as many threads as there happen to be would round differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def kill_rank_1() -> None:

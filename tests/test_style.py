@@ -61,39 +61,15 @@ def test_a_notebook_is_clean_and_agrees_with_its_text(path: Path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_cells_are_short_enough_to_be_read(path: Path):
-    long = {}
-    for cell in nbformat.read(path, as_version=4).cells:
+def test_cells_are_short_enough_to_be_read_and_words_are_few(path: Path):
+    long, cells = {}, nbformat.read(path, as_version=4).cells
+    for cell in cells:
         lines = cell.source.splitlines()
         exercise = {"exercise", "solution"} & set(cell.metadata.get("tags", []))
         if cell.cell_type == "code" and not exercise and len(lines) > MOST_LINES_A_CELL:
             long[lines[0]] = len(lines)
     assert not long
-
-
-SECOND_EDITION = ("00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12")
-"""Labs that have been rewritten."""
-MOST_WORDS, MOST_BOOKKEEPING = 2500, 0.15
-BOOKKEEPING = re.compile(
-    r"keep|Run\(|metrics|theirs|h200|reference|table|fig|ax\b|ax\.|rows|plt\.|plots\."
-    r"|lab\.show|lab\.verdict|lab\.done|tags"
-)
-
-
-@pytest.mark.parametrize("number", SECOND_EDITION)
-def test_a_lab_has_few_words_and_little_bookkeeping(number):
-    (path,) = (HOUSE / "notebooks").glob(f"{number}_*.ipynb")
-    cells = nbformat.read(path, as_version=4).cells
-    words = sum(len(cell.source.split()) for cell in cells if cell.cell_type == "markdown")
-    code = [
-        line
-        for cell in cells
-        if cell.cell_type == "code" and "exercise" not in cell.metadata.get("tags", [])
-        for line in cell.source.splitlines()
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
-    kept = sum(bool(BOOKKEEPING.search(line)) for line in code) / len(code)
-    assert (words <= MOST_WORDS, kept <= MOST_BOOKKEEPING) == (True, True), (words, kept)
+    assert sum(len(one.source.split()) for one in cells if one.cell_type == "markdown") <= 2500
 
 
 OLDER_EDITIONS = {"06", "07", "08", "09", "11"}
@@ -111,14 +87,9 @@ def test_what_our_h200_recorded_is_the_lab_as_it_stands():
     assert older == OLDER_EDITIONS
 
 
-def test_pages_lead_where_they_say_and_are_no_longer_than_a_reader_has_time_for():
-    pages = [HOUSE / "README.md", HOUSE / "TEACHING.md", *sorted((HOUSE / "docs").glob("*.md"))]
-    for page in pages:
+def test_pages_lead_where_they_say():
+    for page in [HOUSE / "README.md", HOUSE / "TEACHING.md", *(HOUSE / "docs").glob("*.md")]:
         text = page.read_text("utf-8")
         targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
         missing = [target for target in targets if not (page.parent / target).exists()]
         assert not missing, f"{page.name}: {missing}"
-    readme, teaching = (page.read_text("utf-8") for page in pages[:2])
-    assert len(readme.split()) <= 800 and len(teaching.split()) <= 3000
-    labs = (HOUSE / "notebooks").glob("[0-9]*.ipynb")
-    assert not [lab.name for lab in labs if f"](notebooks/{lab.name})" not in readme]

@@ -12,7 +12,6 @@ batch of one of these forms (the recipe's `shapes`):
 
 as-they-come   one example a row, as long as the longest one in the batch
 fixed, padded  one example a row, always `budget` tokens long
-buckets        one example a row, as long as the next of a few lengths
 packed         as many examples as fit into a row of `budget` tokens; `PackedOrder` chooses them
 
 Padding comes after the text: under causal attention no token sees what comes after it, so one

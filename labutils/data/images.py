@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 CAPTIONED = "lambdalabs/naruto-blip-captions"
 LEAVES = "AI-Lab-Makerere/beans"
-RESOLUTION = 512
 
 
 # -------------------------------------------------------------------------- the datasets
@@ -140,7 +139,7 @@ class Preprocess:
     resolution, resolution] in -1..1, one each) and "input_ids" (int64 [n, tokens]).
     """
 
-    def __init__(self, tokenizer: Callable[..., Any], resolution: int = RESOLUTION) -> None:
+    def __init__(self, tokenizer: Callable[..., Any], resolution: int) -> None:
         self.tokenizer = tokenizer
         self.resolution = resolution
 
@@ -162,13 +161,6 @@ class Preprocess:
         return self.tokenizer(
             captions, max_length=length, padding="max_length", truncation=True, return_tensors="pt"
         ).input_ids
-
-
-def image_text_dataset(
-    images: datasets.Dataset, tokenizer: Callable[..., Any], resolution: int = RESOLUTION
-) -> datasets.Dataset:
-    """`images` (columns image, text) that decode, transform and tokenise whenever a row is read."""
-    return images.with_transform(Preprocess(tokenizer, resolution))
 
 
 def image_sizes(images: datasets.Dataset) -> list[tuple[int, int]]:

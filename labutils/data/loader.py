@@ -32,13 +32,7 @@ class ResumableOrder(Sampler):
         self.go_to(0)
 
     def go_to(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch and how many of its entries to leave out. Raises `ValueError` where none
-        would be left.
-        """
-        if not 0 <= start < self.length:
-            raise ValueError(
-                f"start={start}: an epoch of {self.length} can start at 0 to {self.length - 1}."
-            )
+        """Choose the epoch and how many of its entries to leave out."""
         self.epoch, self.start = epoch, start
 
     @property

@@ -1,6 +1,4 @@
-"""Batches of examples whose lengths differ: rows padded to one of a few lengths, or rows that
-several examples fill.
-"""
+"""Batches of examples whose lengths differ: padded rows, or rows that several examples fill."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from torch import Tensor
 from labutils.data.loader import ResumableOrder
 
 IGNORED = -100
-BUCKETS = 4
 ANSWERS = 64
 """Places for positions that have an answer to predict come in powers of two from here, so that
 shapes seldom change.
@@ -55,23 +52,14 @@ class Layout:
                 f"{self.budget} (token_budget as it is at this scale). Use a larger token_budget, "
                 "or shapes='as-they-come'."
             )
-        return -(-self._room(longest, self.budget) // self.multiple) * self.multiple
+        room = longest if self.shapes == "as-they-come" else self.budget
+        return -(-room // self.multiple) * self.multiple
 
     def batch_tiles(self, tiles: int, rows: int) -> int:
         """How many tiles a batch of `rows` rows is given, when it has `tiles`; the others are
         empty.
         """
-        return tiles if self.shapes == "fixed" else self._room(tiles, rows * self.tiles)
-
-    def _room(self, wanted: int, most: int) -> int:
-        """What is set aside for `wanted` tokens or tiles, where there are `most` at most; with
-        "buckets" the least of `BUCKETS` evenly spaced sizes."""
-        if self.shapes == "as-they-come":
-            return wanted
-        if self.shapes != "buckets":
-            return most
-        sizes = (math.ceil(most * k / BUCKETS) for k in range(1, BUCKETS + 1))
-        return next(size for size in sizes if size >= wanted)
+        return tiles if self.shapes in ("as-they-come", "fixed") else rows * self.tiles
 
     def rows(self, lengths: Sequence[int], tiles: Sequence[int]) -> list[list[int]]:
         """The examples of each row, in order: one each, or as many as fit and may be in it."""

@@ -35,7 +35,6 @@ class Kind:
     of their logarithm before they are clipped. `stretched` names the part of an example that the
     length decides, "prompt" or "answer"."""
 
-    name: str
     hub: str
     subset: str | None
     mean: int
@@ -43,8 +42,8 @@ class Kind:
     stretched: str
 
 
-SHORT = Kind("instructions", "fujiki/japanese_alpaca_data", None, 117, 0.6, "answer")
-LONG = Kind("articles", "wikimedia/wikipedia", "20231101.ja", 861, 1.0, "prompt")
+SHORT = Kind("fujiki/japanese_alpaca_data", None, 117, 0.6, "answer")
+LONG = Kind("wikimedia/wikipedia", "20231101.ja", 861, 1.0, "prompt")
 LONGEST = 2048
 """Article A3's max_seq_length."""
 SHORTEST = 48

@@ -88,17 +88,7 @@ def variants_allowed(compile: str, dynamic: str) -> AbstractContextManager:
     return compat.variants_limited(VARIANTS)
 
 
-def compile_model(module: nn.Module, mode: str, dynamic: str = "static") -> nn.Module:
-    """`module` compiled as one region with torch.compile's `mode`.
-
-    dynamic: "static" compiles for the sizes that are given, anew for others. "automatic" compiles
-    for any size when a second one comes: slower code, but the last that is compiled. "any" does so
-    from the start.
-    """
-    return torch.compile(module, mode=mode, dynamic=DYNAMIC[dynamic])
-
-
-def compile_blocks(blocks: Iterable[nn.Module], mode: str, dynamic: str = "static") -> None:
+def compile_blocks(blocks: Iterable[nn.Module], mode: str, dynamic: str) -> None:
     """Compile each block in place. Blocks of one class and shape share code, so this compiles far
     less than the whole."""
     for block in blocks:

@@ -2,12 +2,11 @@
 behind one call.
 
     parameters = attach_lora(unet, ("to_q", "to_out.0"), rank=4, alpha=4, kind="plain", seed=0)
-    save_adapter(unet, "adapter")          as PEFT saves it
 
 Whatever the kind, an adapted layer has the same anatomy, that of PEFT's layers with one adapter:
 `base_layer`, `lora_A["default"].weight` (r x in), `lora_B["default"].weight` (out x r) and
-`scaling["default"]`. So parameters have the same names in every kind, and initialising and saving
-are written once.
+`scaling["default"]`. So parameters have the same names in every kind, and initialising is written
+once.
 
 LoRA weights are float32 whatever the base weights are: they are small, and in half precision a
 small step of the optimizer would round to nothing. The products are computed in the dtype of the
@@ -17,9 +16,6 @@ layer's input.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +27,6 @@ from labutils.recipe import check_choice
 KINDS = ("peft", "plain")
 NAME = "default"
 """PEFT's name for the first adapter of a model, which is the only one here."""
-WEIGHTS_FILE = "adapter_model.safetensors"
-PEFT_PREFIX = "base_model.model."
 
 
 class LoRALinear(nn.Module):
@@ -48,8 +42,8 @@ class LoRALinear(nn.Module):
         self.base_layer = base
         dtype = torch.float64 if base.weight.dtype == torch.float64 else torch.float32
         where: dict[str, Any] = {"device": base.weight.device, "dtype": dtype}
-        A = nn.Linear(self.in_features, rank, bias=False, **where)
-        B = nn.Linear(rank, self.out_features, bias=False, **where)
+        A = nn.Linear(base.in_features, rank, bias=False, **where)
+        B = nn.Linear(rank, base.out_features, bias=False, **where)
         nn.init.zeros_(B.weight)
         self.lora_A, self.lora_B = nn.ModuleDict({NAME: A}), nn.ModuleDict({NAME: B})
         self.scaling = {NAME: alpha / rank}
@@ -60,23 +54,6 @@ class LoRALinear(nn.Module):
         h = F.linear(x, A)  # (..., r)
         h = h if scaling == 1 else h * scaling  # scaled where it has r columns and not `out`
         return self.base_layer(x) + F.linear(h, B)
-
-    # What other code reads off an nn.Linear is the base layer's.
-    @property
-    def weight(self) -> Tensor:
-        return self.base_layer.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        return self.base_layer.bias
-
-    @property
-    def in_features(self) -> int:
-        return self.base_layer.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.base_layer.out_features
 
 
 # -------------------------------------------------------------------------------------------------
@@ -128,8 +105,6 @@ def attach_lora(
 def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Names of the layers that `targets` match by PEFT's rule, in the model's order. `ValueError`
     if none does."""
-    if isinstance(targets, str):
-        raise ValueError(f"targets={targets!r} is one string. Give a tuple: ({targets!r},).")
     named = dict(module.named_modules())
     names = [n for n in named if any(n == t or n.endswith("." + t) for t in targets)]
     if not names:
@@ -145,13 +120,7 @@ def matching_layers(module: nn.Module, targets: tuple[str, ...]) -> list[str]:
 def _attach_plain(module: nn.Module, names: list[str], rank: int, alpha: float) -> None:
     """Put a LoRALinear in the place of each named nn.Linear."""
     for name in names:
-        layer = module.get_submodule(name)
-        if not isinstance(layer, nn.Linear):
-            raise ValueError(
-                f"{name!r} is a {type(layer).__name__}; kind='plain' adapts nn.Linear layers. Use "
-                "kind='peft'."
-            )
-        module.set_submodule(name, LoRALinear(layer, rank, alpha))
+        module.set_submodule(name, LoRALinear(module.get_submodule(name), rank, alpha))
 
 
 def _attach_peft(module: nn.Module, names: list[str], rank: int, alpha: float) -> None:
@@ -176,21 +145,10 @@ def _attach_peft(module: nn.Module, names: list[str], rank: int, alpha: float) -
 def lora_layers(module: nn.Module) -> dict[str, nn.Module]:
     """Name -> adapted layer, of whatever kind, in the model's order."""
     return {
-        _plain_name(name): layer
+        name: layer
         for name, layer in module.named_modules()
         if hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
     }
-
-
-def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """The adapter's weights under PEFT's names, "<layer>.lora_A.weight" and
-    "<layer>.lora_B.weight"; not copies.
-    """
-    state = {}
-    for name, layer in lora_layers(module).items():
-        state[f"{name}.lora_A.weight"] = layer.lora_A[NAME].weight.detach()
-        state[f"{name}.lora_B.weight"] = layer.lora_B[NAME].weight.detach()
-    return state
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -202,70 +160,3 @@ def count_parameters(module: nn.Module) -> int:
 def count_trainable(module: nn.Module) -> int:
     """The parameters that get a gradient; on the meta device too."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
-
-
-def _plain_name(name: str) -> str:
-    """A name without what DistributedDataParallel, torch.compile and PeftModel put into it."""
-    return name.removeprefix("module.").replace("_orig_mod.", "").removeprefix(PEFT_PREFIX)
-
-
-# -------------------------------------------------------------------------------------------------
-# Files, in PEFT's format
-
-
-def save_adapter(
-    module: nn.Module, folder: str | Path, base_model: str | None = None
-) -> list[Path]:
-    """Write the adapter as PEFT does (safetensors and JSON), and a diffusers UNet's also as its
-    pipelines load it. Returns the paths.
-
-    `base_model` is the name or path of the model it belongs to, for those who load it. The files
-    are written beside their places and then moved there: a save that fails leaves the last one.
-    """
-    from peft import LoraConfig
-    from safetensors.torch import save_file
-
-    layers = lora_layers(module)
-    first = next(iter(layers.values()))
-    rank = len(first.lora_A[NAME].weight)
-    state = {key: tensor.contiguous().cpu() for key, tensor in adapter_state(module).items()}
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=first.scaling[NAME] * rank,
-        target_modules=sorted(layers),
-        base_model_name_or_path=base_model,
-        inference_mode=True,
-    )
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as beside:
-        weights = {PEFT_PREFIX + key: tensor for key, tensor in state.items()}
-        # The weights' file says alpha too: a save that is cut off between two files shows.
-        header = {"format": "pt", "alpha": str(config.lora_alpha)}
-        save_file(weights, Path(beside) / WEIGHTS_FILE, header)
-        config.save_pretrained(beside)
-        if any(c.__name__ == "UNet2DConditionModel" for c in type(_unwrapped(module)).__mro__):
-            _save_for_diffusers(state, config, beside)
-        names = sorted(os.listdir(beside))
-        for file in names:
-            os.replace(Path(beside) / file, Path(folder) / file)
-    return [Path(folder) / file for file in names]
-
-
-def _save_for_diffusers(state: dict[str, Tensor], config: Any, folder: str) -> None:
-    """What `StableDiffusionPipeline.load_lora_weights` loads; its header carries alpha, which the
-    tensors don't."""
-    from diffusers.loaders import StableDiffusionLoraLoaderMixin
-    from diffusers.utils import convert_state_dict_to_diffusers
-
-    StableDiffusionLoraLoaderMixin.save_lora_weights(
-        folder,
-        unet_lora_layers=convert_state_dict_to_diffusers(dict(state)),
-        unet_lora_adapter_metadata=config.to_dict()
-        | {"target_modules": list(config.target_modules)},
-    )
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The model inside the wrappers of torch.compile and DistributedDataParallel."""
-    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    return getattr(inner, "_orig_mod", inner)

@@ -38,11 +38,9 @@ class FoldedLinear(nn.Module):
     gives all their results side by side [..., n out]; the others aren't called.
 
     It has the anatomy of a LoRA layer (`labutils.layers.lora`): lora_A["default"].weight and
-    lora_B["default"].weight are views of the stacked matrices that are trained, so saving
-    and counting work on it as on any other.
+    lora_B["default"].weight are views of the stacked matrices that are trained, so they
+    are found and counted as in any other.
     """
-
-    active_adapter = "default"
 
     def __init__(self, base: nn.Linear, scaling: float) -> None:
         super().__init__()
@@ -50,7 +48,6 @@ class FoldedLinear(nn.Module):
         self.scaling = {"default": scaling}
         self.lora_A: dict[str, Any] = {}
         self.lora_B: dict[str, Any] = {}
-        self.in_features, self.out_features = base.in_features, base.out_features
         # A plain tensor, no parameter: autograd is to see where each W' comes from.
         self.weight = base.weight.detach()
         self.bias = None if base.bias is None else base.bias.detach()

@@ -2,7 +2,8 @@
 profiling, results and the recipe.
 
     run  = train(workload, recipe, steps=20)                         one recipe
-    runs = compare(workload, {"stock": STOCK, "fast": fast}, ...)    several, interleaved
+    with Benchmark(workload) as bench:                               several, interleaved
+        runs = bench.compare({"stock": STOCK, "fast": fast}, steps=5)
     with Trainer(workload, recipe) as trainer: trainer.step()        to profile or to resume
 
 `trainer` builds and steps, `step` has the three drivers of an optimizer step, `benchmark` times.
@@ -11,14 +12,13 @@ profiling, results and the recipe.
 `launch_worker` is what each of them does. `child_process` runs something in another process.
 """
 
-from labutils.training.benchmark import Benchmark, compare, measure, train
+from labutils.training.benchmark import Benchmark, measure, train
 from labutils.training.isolated_run import try_isolated
 from labutils.training.trainer import Trainer
 
 __all__ = [
     "Benchmark",
     "Trainer",
-    "compare",
     "measure",
     "train",
     "try_isolated",

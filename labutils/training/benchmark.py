@@ -73,22 +73,6 @@ def train(
         return bench.compare({name: recipe}, steps, rounds=1)[name]
 
 
-def compare(
-    workload: Workload,
-    recipes: Mapping[str, Recipe],
-    steps: int = 5,
-    rounds: int | None = None,
-    tags: Mapping[str, Mapping[str, Any]] | None = None,
-    warmup: int = 2,
-    **options: Any,
-) -> dict[str, Run]:
-    """Every recipe's run, interleaved; the trainers end with the comparison. See
-    `Benchmark.compare`.
-    """
-    with Benchmark(workload, warmup, **options) as bench:
-        return bench.compare(recipes, steps, rounds, tags)
-
-
 def measure(trainer: Trainer, steps: int) -> StepTimes:
     """Time `steps` optimizer steps of a trainer, one after the other without a pause."""
     times = StepTimes()

@@ -40,9 +40,9 @@ class Child:
     """A Python process that takes `order` (JSON) on its first line of input.
 
     arguments: Python's. environment: variables beside this process's own; None: unset. limit_s: it
-    is killed after so long. folder: where it runs; default: the repository. prefix: a command that
-    runs it. `printed` has its output that was no message; `timed_out` says whether the limit ended
-    it. At the end of the `with` block it is killed, with all that it started in its session.
+    is killed after so long. folder: where it runs; default: the repository. `printed` has its
+    output that was no message; `timed_out` says whether the limit ended it. At the end of the
+    `with` block it is killed, with all that it started in its session.
     """
 
     def __init__(
@@ -52,12 +52,11 @@ class Child:
         limit_s: float = 240.0,
         environment: Mapping[str, str | None] | None = None,
         folder: str | Path = REPOSITORY,
-        prefix: Sequence[str] = (),
     ) -> None:
         variables = os.environ | dict(environment or {})
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, *arguments],
+            [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

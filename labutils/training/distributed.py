@@ -149,16 +149,11 @@ FSDP_NEEDS: dict[str, tuple[str, ...]] = {
 """Knob -> the values that parallel='fsdp' can do."""
 
 
-def check(recipe: Recipe, ranks: int, examples: int) -> None:
-    """Raise `ValueError` for what several ranks can't do of a recipe, or with so few examples."""
+def check(recipe: Recipe, ranks: int) -> None:
+    """Raise `ValueError` for what several ranks can't do of a recipe."""
     if ranks == 1:
         return
     share_of(recipe, ranks)
-    if ranks * recipe.micro_batch > examples:
-        raise ValueError(
-            f"{ranks} ranks take {ranks * recipe.micro_batch} examples at a time, and the dataset "
-            f"has {examples}. Use fewer ranks, or a smaller micro_batch."
-        )
     if recipe.driver != "eager":
         raise ValueError(
             f"driver={recipe.driver!r} is for one process. Use driver='eager' on several ranks."

@@ -41,7 +41,7 @@ KNOWN = {
     "base_linear": ("published",),
     "checkpointing": ("off", "blocks", "selective"),
     "cache": ("nothing", "latents+text"),
-    "shapes": ("as-they-come", "fixed", "padded", "buckets"),
+    "shapes": ("as-they-come", "fixed", "padded"),
 }
 """Knob -> the settings that can be predicted."""
 

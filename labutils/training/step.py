@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
-from labutils.layers.cuda_graph import Captured, compile_blocks, compile_model
+from labutils.layers.cuda_graph import DYNAMIC, Captured, compile_blocks
 from labutils.profiling import compat
 from labutils.recipe import Recipe, Unavailable
 from labutils.training.batches import Batch, Batches, on_device
@@ -66,25 +66,15 @@ def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.opt
     needs. bitsandbytes keeps moments of 4096 numbers or more in 8 bits, a scale for each 256 of
     them; smaller ones stay in float32.
     """
-    settings = {
-        "lr": recipe.learning_rate,
-        "betas": (0.9, 0.999),
-        "weight_decay": 1e-2,
-        "eps": 1e-8,
-    }
-    if recipe.optimizer in ("adamw-8bit", "adamw-paged"):
-        from bitsandbytes import optim
+    settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": (0.9, 0.999), "eps": 1e-8}
+    settings["weight_decay"] = 1e-2
+    if recipe.optimizer == "adamw-8bit":
+        from bitsandbytes.optim import AdamW8bit
 
-        kind = optim.AdamW8bit if recipe.optimizer == "adamw-8bit" else optim.PagedAdamW8bit
-        return kind(parameters, **settings)
-    on_gpu = parameters[0].device.type == "cuda"
-    forms = {
-        "adamw": {},
-        "adamw-loop": {"foreach": False},
-        "adamw-foreach": {"foreach": True},
-        "adamw-fused": {"fused": True, "capturable": on_gpu},
-    }
-    return torch.optim.AdamW(parameters, **settings, **forms[recipe.optimizer])
+        return AdamW8bit(parameters, **settings)
+    if recipe.optimizer == "adamw-fused":
+        settings |= {"fused": True, "capturable": parameters[0].device.type == "cuda"}
+    return torch.optim.AdamW(parameters, **settings)
 
 
 def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> None:
@@ -97,7 +87,8 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
         compile_blocks(workload.blocks(model), recipe.compile, recipe.dynamic)
         return
     name, trained = workload.trained(model)
-    setattr(model, name, compile_model(trained, recipe.compile, recipe.dynamic))
+    compiled = torch.compile(trained, mode=recipe.compile, dynamic=DYNAMIC[recipe.dynamic])
+    setattr(model, name, compiled)
     if recipe.compile_scope == "everything":
         compile_blocks(workload.frozen(model), recipe.compile, recipe.dynamic)
 
@@ -252,11 +243,6 @@ class GraphStep(EagerStep):
 
     def __init__(self, context: StepContext) -> None:
         super().__init__(context)
-        if context.recipe.optimizer != "adamw-fused":
-            raise ValueError(
-                "driver='graph' needs optimizer='adamw-fused': the other form asks the host "
-                "whether to step."
-            )
         self.inputs: list[Batch] = []
         streams = context.recipe.streams
         self.streams = [torch.cuda.Stream() for _ in range(streams)] if streams > 1 else []

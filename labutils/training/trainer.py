@@ -98,7 +98,7 @@ class Trainer:
             hooks["on_model"](self.model)
         self.dataset = hooks.get("dataset", workload.dataset)(self.model, recipe)
         self.encode_s: float | None = getattr(self.dataset, "encode_s", None)
-        distributed.check(recipe, self.ranks.count, len(self.dataset))
+        distributed.check(recipe, self.ranks.count)
         self.driver = self._driver(hooks.get("driver", DRIVERS[recipe.driver]))
         self.batches = self._batches(taken=0)
         self.build_s = time.perf_counter() - began
@@ -233,22 +233,6 @@ class Trainer:
         if self.ranks.rank:
             return self.folder / checkpoint.FILE
         return checkpoint.write(state, self.folder)
-
-    def save_adapter(self, folder: str | Path) -> None:
-        """Write the LoRA weights as safetensors in PEFT's format and, for diffusion models, in
-        diffusers' own. Of several ranks the first one writes.
-
-        Raises `ValueError` where there is no adapter, or where it is cut among the ranks.
-        """
-        if self.recipe.adapter == "none":
-            raise ValueError("adapter='none' trains all weights: there is no adapter. Use save().")
-        if any(hasattr(p, "full_tensor") for p in self.parameters):
-            raise ValueError(
-                "parallel='fsdp' holds a part of the adapter on each rank. Use save(): one process "
-                "can resume from it and save the adapter."
-            )
-        if self.ranks.rank == 0:
-            self.workload.save(self.model, Path(folder))
 
     def rewind_data(self, taken: int) -> None:
         """Let the data go on behind the first `taken` micro-batches of the run."""

@@ -19,7 +19,6 @@ from torch.utils.data import Dataset, Sampler
 
 from labutils.data.file_cache import cache_folder, reaching
 from labutils.data.loader import EPOCH
-from labutils.layers.lora import save_adapter
 from labutils.profiling.machine import default_device, machine_facts, scale_for
 from labutils.recipe import SCALES, Recipe, check_choice
 from labutils.workloads.lazy_imports import import_unseen
@@ -153,11 +152,11 @@ class Workload(ABC):
     @abstractmethod
     def trained(self, model: nn.Module) -> tuple[str, nn.Module]:
         """The part of `model` that is trained, behind the attribute that holds it: what is
-        compiled, wrapped and saved."""
+        compiled and wrapped."""
 
-    @abstractmethod
     def frozen(self, model: nn.Module) -> list[nn.Module]:
         """The encoders that only ever run forward."""
+        return []
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
@@ -245,10 +244,6 @@ class Workload(ABC):
         # references are collected.
         if held or self.device.type == "cuda":
             gc.collect()
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        """Write the adapter in PEFT's format and the model's own."""
-        save_adapter(self.trained(model)[1], folder)
 
 
 def around_the_same(frozen: nn.Module) -> nn.Module:

@@ -85,7 +85,7 @@ class LanguageLora(DecoderWorkload):
     )
     takes = DecoderWorkload.takes | {
         "cache": ("nothing",),
-        "shapes": ("as-they-come", "padded", "buckets", "packed"),
+        "shapes": ("as-they-come", "padded", "packed"),
     }
 
     def __init__(self, name: str, *where: Any) -> None:
@@ -96,10 +96,6 @@ class LanguageLora(DecoderWorkload):
 
     def check(self, recipe: Recipe) -> None:
         super().check(recipe)
-        refuse(
-            recipe.adapter == "none" and recipe.layers == "rewritten",
-            "adapter='none' trains the library's own model here. Use layers='published'.",
-        )
         refuse(
             recipe.loss == "answers" and recipe.predict == "everything",
             "loss='answers' leaves out the logits of what isn't predicted, and "

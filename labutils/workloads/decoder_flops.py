@@ -101,15 +101,6 @@ def count_flops(size: DecoderSize, rank: int, tokens: int, pairs: int, predictin
     return forward + backward - spared + 2 * 2 * predicting * size.width * size.words
 
 
-def count_full_flops(size: DecoderSize, tokens: int, pairs: int, predicting: int) -> int:
-    """FLOPs of a forward and backward pass that trains every weight: each product has two more in
-    its backward pass, attention's two have four."""
-    shapes = decoder_shapes(size)
-    weights = size.layers * (sum(a * b for a, b in shapes.adapted.values()) + shapes.frozen)
-    head = size.width * size.words
-    return 6 * tokens * weights + 12 * pairs * shapes.attended + 6 * predicting * head
-
-
 def bytes_read(size: DecoderSize, recipe: Recipe) -> float:
     """Bytes of weights that a pass forward and one backward read: all, twice, the converted ones in
     their own form. Between them, a batch's tokens take every expert."""

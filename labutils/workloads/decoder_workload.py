@@ -18,7 +18,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +35,7 @@ from labutils.layers.activation_checkpoint import (
 )
 from labutils.layers.chunked_cross_entropy import ChunkLoss, cross_entropy, linear_cross_entropy
 from labutils.layers.grouped_moe import register_experts
-from labutils.layers.lora import attach_lora, save_adapter
+from labutils.layers.lora import attach_lora
 from labutils.layers.packed_attention import register_attention
 from labutils.layers.quantization.convert import (
     convert_base,
@@ -61,7 +60,6 @@ from labutils.workloads.decoder_flops import (
     attended_pairs,
     bytes_read,
     count_flops,
-    count_full_flops,
 )
 
 FP8_ROWS = 16
@@ -214,7 +212,7 @@ class DecoderWorkload(Workload):
     """
 
     steps_vary: ClassVar[bool] = True
-    takes = {"adapter": ("peft", "plain", "none"), "memory_format": ("contiguous",)}
+    takes = {"adapter": ("peft", "plain"), "memory_format": ("contiguous",)}
     rewrites: ClassVar[type[Rewritten]] = Rewritten
     """The model around an adapted network for layers="rewritten"."""
 
@@ -264,10 +262,6 @@ class DecoderWorkload(Workload):
     def build(self, recipe: Recipe) -> Published | Rewritten:
         self.check(recipe)
         dtype = DTYPES[recipe.precision]
-        if recipe.adapter == "none":
-            network = self.make(torch.float32, recipe.seed).requires_grad_(True).train()
-            checkpoint_blocks(network.get_decoder(), recipe)
-            return Published(network)
         if recipe.base_linear == "published":
             network = around_the_same(self._frozen(dtype, recipe.seed))
         else:  # its own copy, so that converting a layer lets go of what it was
@@ -308,8 +302,7 @@ class DecoderWorkload(Workload):
             "whole logits.",
         )
         refuse(
-            recipe.driver == "graph"
-            and (published or recipe.shapes in ("as-they-come", "buckets")),
+            recipe.driver == "graph" and (published or recipe.shapes == "as-they-come"),
             "driver='graph' records one step of fixed shapes that never asks the host. Use "
             "layers='rewritten' and shapes='padded' or 'packed' with it.",
         )
@@ -353,9 +346,6 @@ class DecoderWorkload(Workload):
         """All of it: the embedding is looked up outside of the part that is trained."""
         return model
 
-    def frozen(self, model: Published | Rewritten) -> list[nn.Module]:
-        return []
-
     def units(self, model: Published | Rewritten) -> list[nn.Module]:
         return list(model.network.get_decoder().layers)
 
@@ -366,10 +356,6 @@ class DecoderWorkload(Workload):
 
     def converted(self, model: nn.Module, recipe: Recipe) -> list[str]:
         return frozen_linears(model, self.left_out(recipe))
-
-    def save(self, model: Published | Rewritten, folder: Path) -> None:
-        """Write the adapter under the names that PEFT gives it in transformers' model."""
-        save_adapter(model.network, folder, base_model=self.hub or None)
 
     # ---------------------------------------------------------------------------- the loss
 
@@ -421,10 +407,7 @@ class DecoderWorkload(Workload):
         have logits.
         """
         tokens, pairs = sum(documents), attended_pairs(self.size, documents)
-        if recipe.adapter == "none":
-            flops = count_full_flops(self.size, tokens, pairs, predicting)
-        else:
-            flops = count_flops(self.size, recipe.rank, tokens, pairs, predicting)
+        flops = count_flops(self.size, recipe.rank, tokens, pairs, predicting)
         return flops, bytes_read(self.size, recipe)
 
     def work(self, recipe: Recipe) -> Work:

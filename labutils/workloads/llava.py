@@ -144,7 +144,6 @@ class MultimodalLora(DecoderWorkload):
     sizes = SIZES
     rewrites = RewrittenLlava
     takes = DecoderWorkload.takes | {
-        "adapter": ("peft", "plain"),
         "cache": ("nothing", "features"),
         "predict": ("answers",),
     }

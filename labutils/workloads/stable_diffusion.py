@@ -27,7 +27,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader, Dataset, default_convert
 from torch.utils.flop_counter import FlopCounterMode
 
-from labutils.data.images import captioned_images, collate, image_text_dataset
+from labutils.data.images import Preprocess, captioned_images, collate
 from labutils.data.tokenizers import HUB_MODEL, MAX_LENGTH, VOCABULARY, clip_tokenizer
 from labutils.layers.activation_checkpoint import keeping_products
 from labutils.layers.cuda_graph import CHANNELS_LAST_FORMS, rewrite_layers
@@ -103,7 +103,7 @@ class DiffusionLora(Workload):
         "datasets",
     )
     takes = {
-        "cache": ("nothing", "latents", "latents+text"),
+        "cache": ("nothing", "latents+text"),
         "checkpointing": ("off", "blocks", "selective"),
         "shapes": ("as-they-come",),
         "loss": ("logits",),
@@ -195,17 +195,17 @@ class DiffusionLora(Workload):
             return self._drawn(recipe)
         images = captioned_images(self.cache_dir, self.size.images, self.data)
         tokenizer = clip_tokenizer(self.weights)
-        examples = image_text_dataset(images, tokenizer, self.size.resolution)
+        examples = images.with_transform(Preprocess(tokenizer, self.size.resolution))
         if recipe.cache == "nothing":
             return examples
-        return self._encoded(model, examples, recipe)
+        return self._encoded(model, examples)
 
     def collate(self, recipe: Recipe) -> Callable[[list], Batch]:
         # `EncodedExamples` hands over whole batches: they stay as they are.
         return collate if recipe.cache == "nothing" else default_convert
 
     @torch.no_grad()
-    def _encoded(self, model: Networks, examples: Dataset, recipe: Recipe) -> EncodedExamples:
+    def _encoded(self, model: Networks, examples: Dataset) -> EncodedExamples:
         """Every example through the frozen encoders once. What is kept is the posterior, from which
         each step samples anew: keeping one sample of it would train on fewer distinct latents than
         the plain loop does. (An image that isn't square keeps the crop that it was read with, where
@@ -220,10 +220,7 @@ class DiffusionLora(Workload):
         ):
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             kept = {"moments": self._moments(model, batch["pixel_values"])}
-            if recipe.cache == "latents+text":
-                kept["condition"] = self._condition(model, batch)
-            else:
-                kept["input_ids"] = batch["input_ids"]
+            kept["condition"] = self._condition(model, batch)
             parts.append({name: tensor.cpu() for name, tensor in kept.items()})
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return EncodedExamples(whole, time.perf_counter() - started)
@@ -314,7 +311,6 @@ class DiffusionLora(Workload):
             if cache == "nothing":
                 networks.vae.encode(pixels)
                 numbers += count_parameters(networks.vae.encoder)
-            if cache != "latents+text":
                 networks.text_encoder(torch.zeros(1, MAX_LENGTH, dtype=torch.long, device=meta))
                 numbers += count_parameters(networks.text_encoder)
         return count.get_total_flops(), numbers

@@ -23,11 +23,11 @@ from labutils.data.generated_images import (
     drawing,
     varied_size,
 )
-from labutils.data.images import captioned_images, image_text_dataset, leaf_images
-from labutils.data.loader import EpochOrder, make_loader
+from labutils.data.images import captioned_images, leaf_images
+from labutils.data.loader import EpochOrder
 from labutils.data.texts import LONG, SHORT, token_lengths, written
 from labutils.data.tokenizers import clip_tokenizer
-from labutils.recipe import STOCK
+from labutils.results.records import REPOSITORY
 
 FILES = 4
 
@@ -38,11 +38,6 @@ def cache(tmp_path_factory):
     captioned_images(folder, FILES)
     leaf_images(folder, FILES)
     return folder
-
-
-@pytest.fixture(scope="module")
-def examples(cache):
-    return image_text_dataset(captioned_images(cache, FILES), clip_tokenizer(), resolution=64)
 
 
 def digest(value):
@@ -96,8 +91,6 @@ def test_the_hub_out_of_reach_is_said_with_a_cure(tmp_path, monkeypatch):
             ask(tmp_path, 4, data="hub")
     with pytest.raises(ConnectionError, match=r"-p weights .*hf download --repo-type model"):
         clip_tokenizer("hub", tmp_path)
-    with pytest.raises(ValueError, match="one size only"):
-        leaf_images(tmp_path, 1, data="hub", varied_for=112)
 
 
 # The cache
@@ -119,6 +112,15 @@ def test_an_interrupted_drawing_leaves_no_half_file_and_goes_on(tmp_path):
     assert [path.read_bytes() for path in drawn[0]] == [b"whole"] * 4
     nothing = lambda index: pytest.fail("drawn again")
     assert file_cache.drawn_files(tmp_path, ".x", 4, nothing) == drawn[0]
+
+
+def test_a_relative_cache_is_one_folder_wherever_one_starts(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABUTILS_CACHE", "my cache")
+    here = file_cache.cache_folder()
+    monkeypatch.chdir(tmp_path)  # as a notebook's kernel does
+    assert file_cache.cache_folder() == here == REPOSITORY / "my cache"
+    monkeypatch.setenv("LABUTILS_CACHE", str(tmp_path))
+    assert file_cache.cache_folder() == tmp_path
 
 
 def test_a_cache_without_room_says_what_to_type_and_leaves_no_part(tmp_path, monkeypatch):
@@ -205,19 +207,3 @@ def test_order_depends_on_seed_and_epoch_alone():
     assert list(EpochOrder(20, seed=4)) != first
     longer = list(EpochOrder(5, length=13))
     assert sorted(longer[:5]) == sorted(longer[5:10]) == list(range(5)) != longer[5:10]
-    with pytest.raises(ValueError, match="0 to 4"):
-        EpochOrder(5).go_to(0, start=5)
-
-
-def test_workers_bring_the_same_batches_and_leave_training_noise_alone(examples):
-    def batches(workers):
-        loader = make_loader(examples, STOCK.but(num_workers=workers), epoch_length=1)
-        loader.sampler.go_to(2, start=1)
-        return list(loader)
-
-    state = torch.get_rng_state()
-    alone, together = batches(0), batches(2)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len(alone) == len(together) == FILES - 1
-    for one, other in zip(alone, together, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,8 +1,7 @@
-"""Folded LoRA: the weights, the gradients and the files of the plain layers."""
+"""Folded LoRA: the weights, and the gradients of the plain layers."""
 
 from __future__ import annotations
 
-import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,11 +9,7 @@ from hypothesis import strategies as st
 from recipes_at_work import adapter_gradients, perturb
 from torch import Tensor, nn
 
-from labutils.layers.lora import (
-    attach_lora,
-    lora_layers,
-    save_adapter,
-)
+from labutils.layers.lora import attach_lora, lora_layers
 from labutils.layers.lora_folded import ALIGNMENT, fold, form_weights
 
 
@@ -101,13 +96,3 @@ def test_padding_never_moves(rank):
         assert stack.A.shape[1] % ALIGNMENT == stack.B.shape[2] % ALIGNMENT == 0
         assert not stack.A[:, rank:].any() and not stack.B[:, :, rank:].any()
         assert stack.A[:, :rank].all() and stack.B[:, :, :rank].all()
-
-
-def test_peft_loads_what_a_folded_model_saves(tmp_path):
-    x = torch.randn(2, 6)
-    trained = folded(3, 6)
-    form_weights(trained)
-    save_adapter(trained, tmp_path)
-    torch.manual_seed(0)
-    plain = peft.PeftModel.from_pretrained(Net(), tmp_path)
-    torch.testing.assert_close(plain(x), trained(x))

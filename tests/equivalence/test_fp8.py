@@ -10,12 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils.layers.quantization import fp8_math
-from labutils.layers.quantization.fp8_math import (
-    E4M3,
-    E5M2,
-    DelayedScaling,
-    quantise,
-)
+from labutils.layers.quantization.fp8_math import E4M3, E5M2, DelayedScaling, quantise
 
 FORMATS = {"E4M3": E4M3, "E5M2": E5M2}
 formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=list(FORMATS))

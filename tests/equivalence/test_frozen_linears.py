@@ -3,27 +3,23 @@ bytes are bitsandbytes', products are float64's of what they restore, and nothin
 
 from __future__ import annotations
 
-import copy
 import math
 
+import bitsandbytes.functional as bnb
 import pytest
 import torch
-from frozen_layers import passes, random
+from frozen_layers import Block, passes, random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from labutils.layers.quantization import nf4_math
 from labutils.layers.quantization.convert import convert_base
-from labutils.layers.quantization.fp8_linear import (
-    MULTIPLE,
-    FrozenFP8Linear,
-)
+from labutils.layers.quantization.fp8_linear import MULTIPLE, FrozenFP8Linear
 from labutils.layers.quantization.fp8_math import quantise, relative_error
-from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization.nf4_linear import BLOCK, FrozenNF4Linear
 
-TOLERANCE = {FrozenFP8Linear: 0.04, FrozenNF4Linear: 0.1, FrozenNF4FP8Linear: 0.11}
-"""Two factors in 3 mantissa bits cost 3.7 % of a product's norm, NF4 9 %, both 10 %."""
+TOLERANCE = {FrozenFP8Linear: 0.04, FrozenNF4Linear: 0.1}
+"""Two factors in 3 mantissa bits cost 3.7 % of a product's norm, NF4 9 %."""
 each_kind = pytest.mark.parametrize("kind", TOLERANCE)
 
 
@@ -69,12 +65,13 @@ def test_in_fp8_it_is_the_product_of_the_rounded_matrices(rows, k, n, exponent, 
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
 @settings(max_examples=30, deadline=None)
 def test_in_nf4_it_is_the_product_with_the_restored_weight(rows, k, n, seed):
-    """The mathematics' own NF4, multiplied in float64. Rows need not be multiples of a block."""
+    """bitsandbytes' own NF4, multiplied in float64. Rows need not be multiples of a block: it is
+    given the weight flattened, as its CPU kernel gives the wrong constants to rows that aren't.
+    """
     k, n = k * MULTIPLE, n * MULTIPLE
     linear, frozen = layer_pair(FrozenNF4Linear, k, n, bias=False, seed=seed)
-    w = nf4_math.quantise_nf4(linear.weight)
-    absmax = nf4_math.double_quantise(w.absmax).restored()
-    weight = nf4_math.NF4(w.packed, absmax, w.shape).restored()
+    how = {"quant_type": "nf4", "compress_statistics": True, "blocksize": BLOCK}
+    weight = bnb.dequantize_4bit(*bnb.quantize_4bit(linear.weight.flatten(), **how)).view(n, k)
     assert torch.equal(frozen.restored(), weight)
     x, dy = random(rows, k, seed=seed), random(rows, n, seed=seed + 1)
     y, dx = passes(frozen, x, dy)
@@ -82,35 +79,18 @@ def test_in_nf4_it_is_the_product_with_the_restored_weight(rows, k, n, seed):
     torch.testing.assert_close(dx.double(), dy.double() @ weight.double(), rtol=1e-4, atol=1e-5)
 
 
-@given(st.integers(1, 40), numbers, numbers, st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
-def test_from_nf4_to_fp8_the_restored_weight_is_rounded_once_more(rows, k, n, seed):
-    k, n = k * MULTIPLE, n * MULTIPLE
-    _, frozen = layer_pair(FrozenNF4FP8Linear, k, n, bias=False, seed=seed)
-    x, dy = random(rows, k, seed=seed), random(rows, n, seed=seed + 1)
-    y, dx = passes(frozen, x, dy)
-    w = quantise(frozen.restored(), "row")
-    expected = quantise(x, "row").restored().double() @ w.restored().double().T
-    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2e-2)
-    expected_dx = quantise(dy * w.inverse.t(), "row").restored().double() @ w.values.double()
-    # A scaled dy on the border between two codes may get the other one.
-    assert (dx.double() - expected_dx).norm() <= 0.04 * expected_dx.norm()
-
-
-@pytest.mark.parametrize("kind", [FrozenNF4Linear, FrozenNF4FP8Linear])
-def test_it_holds_what_bitsandbytes_would(kind):
-    linear, frozen = layer_pair(kind, 1024, 128)
+def test_it_holds_what_bitsandbytes_would():
+    linear, frozen = layer_pair(FrozenNF4Linear, 1024, 128)
     model = nn.Sequential(linear)
     convert_base(model, ["0"], "nf4", torch.float32)
     state = model[0].weight.quant_state
     assert torch.equal(frozen.weight.view(-1), model[0].weight.view(-1))
     assert torch.equal(frozen.scales, state.state2.absmax)
     assert torch.equal(frozen.offset, state.offset)
-    apart = frozen.constants.view(-1)[: state.absmax.numel()] != state.absmax
-    assert apart.float().mean() < 0.01  # see nf4_math on bitsandbytes' look-up on a CPU
+    assert torch.equal(frozen.constants.view(-1)[: state.absmax.numel()], state.absmax)
     x, dy = random(9, 1024), random(9, 128, seed=1)
     for mine, theirs in zip(passes(frozen, x, dy), passes(model[0], x, dy), strict=True):
-        assert relative_error(mine, theirs) < (5e-3 if kind is FrozenNF4Linear else 0.04)
+        assert relative_error(mine, theirs) < 1e-6
 
 
 @each_kind
@@ -124,8 +104,6 @@ def test_odd_inputs(kind):
     turned = passes(frozen, x.t(), dy.t())
     torch.testing.assert_close(turned, passes(frozen, x.t().contiguous(), dy.t().contiguous()))
     assert not kind(torch.zeros(32, 64))(random(3, 64)).any()
-    with torch.device("meta"):
-        assert kind(torch.empty(64, 32))(torch.empty(5, 32)).shape == (5, 64)
 
 
 @each_kind
@@ -159,11 +137,7 @@ def test_the_hardwares_product_is_the_emulated_one(compiled):
 
 
 NF4_BYTES = 1024 * 512 * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 4
-BYTES = {
-    FrozenFP8Linear: 1024 * 512 + 4 * 512,
-    FrozenNF4Linear: NF4_BYTES,
-    FrozenNF4FP8Linear: NF4_BYTES + 4 * 512,
-}
+BYTES = {FrozenFP8Linear: 1024 * 512 + 4 * 512, FrozenNF4Linear: NF4_BYTES}
 
 
 @pytest.mark.parametrize(("kind", "held"), BYTES.items())
@@ -202,18 +176,6 @@ def test_a_models_cast_leaves_the_weight_in_its_format(kind):
 
 
 @each_kind
-def test_copying_and_saving(kind, tmp_path):
-    linear, frozen = layer_pair(kind)
-    x, weight = random(3, 256), linear.weight.clone()
-    assert torch.equal(copy.deepcopy(frozen)(x), frozen(x))
-    torch.save(frozen.state_dict(), tmp_path / "layer.pt")
-    _, other = layer_pair(kind, seed=1)
-    other.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
-    assert torch.equal(other(x), frozen(x))
-    assert torch.equal(linear.weight, weight)
-
-
-@each_kind
 def test_autocast_is_followed_as_nn_linear_does(kind):
     linear, frozen = layer_pair(kind)
     with torch.autocast("cpu", torch.bfloat16):
@@ -225,23 +187,12 @@ def test_autocast_is_followed_as_nn_linear_does(kind):
     assert all(p.grad is None and not p.requires_grad for p in frozen.parameters())
 
 
-class Block(nn.Module):
-    """Two frozen layers with an activation between them."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.up, self.down = (layer_pair(kind, k, n)[1] for k, n in ((64, 128), (128, 64)))
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.silu(self.up(x)))
-
-
 @each_kind
 def test_one_compiled_graph_serves_any_count_of_rows(kind):
     """Of FP8 for multiples of 16, which layouts for it see to: others take a second graph."""
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
-    block = Block(kind)
+    block = Block(layer_pair(kind, 64, 128)[1], layer_pair(kind, 128, 64)[1])
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
     limit = 1e-5 if kind is FrozenNF4Linear else 2e-2  # bfloat16's rounding, and ties that tip
     for rows in (32, 64, 592) if kind is FrozenFP8Linear else (33, 65, 577):
@@ -254,12 +205,3 @@ def test_one_compiled_graph_serves_any_count_of_rows(kind):
 def test_a_transposed_weight_is_held_row_after_row():
     """The FP8 product takes no other order of its second factor."""
     assert FrozenFP8Linear(random(48, 32).t()).weight.is_contiguous()
-
-
-def test_an_fp8_layer_takes_no_16_bit_weight():
-    """Cast without a scale it would be another weight, and `strict=False` wouldn't say so."""
-    linear, frozen = layer_pair(FrozenFP8Linear)
-    before = frozen.weight.clone()
-    with pytest.raises(ValueError, match="float8_e4m3fn"):
-        frozen.load_state_dict(linear.to(torch.bfloat16).state_dict(), strict=False)
-    assert torch.equal(frozen.weight.view(torch.uint8), before.view(torch.uint8))

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import torch
+from decoders_at_work import frozen_experts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils.layers.grouped_moe import grouped_experts
-
-
-def experts(dtype=torch.float32, count=6):
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    config = GptOssConfig(num_local_experts=count, hidden_size=16, intermediate_size=24)
-    config._experts_implementation = "eager"
-    made = GptOssExperts(config).to(dtype)
-    torch.manual_seed(0)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter)
-    return made.requires_grad_(False)
 
 
 @settings(deadline=None, max_examples=20)
@@ -27,7 +15,7 @@ def experts(dtype=torch.float32, count=6):
 def test_result_and_gradients_are_the_loops(tokens, choices, seed):
     """Whichever experts are chosen, some by nobody."""
     chance = torch.Generator().manual_seed(seed)
-    layer = experts(torch.float64)
+    layer = frozen_experts(16, 24, count=6).double()
     x = torch.randn(tokens, 16, dtype=torch.float64, generator=chance, requires_grad=True)
     chosen = torch.rand(tokens, 6, generator=chance).topk(choices).indices
     shares = torch.rand(tokens, choices, dtype=torch.float64, generator=chance, requires_grad=True)

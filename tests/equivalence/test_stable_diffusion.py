@@ -54,16 +54,6 @@ def test_every_scale_has_every_kind_of_layer(scale, full):
     assert {type(m).__name__ for m in _networks(SIZES[scale], META).modules()} == kinds
 
 
-def test_the_schedule_is_the_published_one():
-    """Scaled-linear from 0.00085 to 0.012 (Rombach et al. 2022, v1-inference.yaml)."""
-    scheduler = _networks(SIZES["tiny"], torch.device("cpu")).scheduler
-    betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
-    torch.testing.assert_close(
-        scheduler.alphas_cumprod.double(), torch.cumprod(1 - betas, 0), rtol=1e-4, atol=1e-6
-    )
-    assert scheduler.config.prediction_type == "epsilon"
-
-
 def test_the_unets_arithmetic_is_the_published_one():
     """About 0.40 tera multiply-accumulates a pass at 64x64 latents, hence 0.80 TFLOP; the backward
     pass of frozen weights takes about as much again."""
@@ -75,12 +65,16 @@ def test_the_unets_arithmetic_is_the_published_one():
 
 
 @pytest.mark.parametrize(
-    ("cache", "micro_batch", "accumulation"),
-    [("nothing", 1, 2), ("latents+text", 3, 1)],
+    "changes",
+    [
+        {"accumulation": 2},
+        {"cache": "latents+text", "micro_batch": 3, "accumulation": 1},
+        {"cache": "latents+text", "accumulation": 1, "adapter": "none"},
+    ],
 )
-def test_flops_are_those_of_a_real_step(cache, micro_batch, accumulation, workload):
+def test_flops_are_those_of_a_real_step(changes, workload):
     """As PyTorch counts them of an optimizer step on a CPU, with attention by products."""
-    recipe = PLAIN.but(cache=cache, micro_batch=micro_batch, accumulation=accumulation)
+    recipe = PLAIN.but(**changes)
     with (
         Trainer(workload, recipe) as trainer,
         sdpa_kernel(SDPBackend.MATH),
@@ -95,9 +89,6 @@ def test_what_the_recipe_changes_about_the_work(workload):
     assert workload.work(PLAIN.but(adapter="folded")) == plain  # what is saved must show as time
     merged = workload.work(PLAIN.but(micro_batch=4, accumulation=1))
     assert (merged.flops, merged.bytes) == (plain.flops, plain.bytes / 4)  # weights are read once
-    text = workload.work(PLAIN.but(cache="latents+text"))
-    whole = workload.work(PLAIN.but(cache="latents+text", adapter="none"))
-    assert 1.3 < whole.flops / text.flops < 1.6  # a trained weight's gradient is one product more
 
 
 def test_encoded_examples_are_what_the_encoders_say(workload):
@@ -112,20 +103,6 @@ def test_encoded_examples_are_what_the_encoders_say(workload):
             moments, condition = encoded[index]["moments"], encoded[index]["condition"]
             torch.testing.assert_close(moments[:, :4], mean, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(condition, text, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("asked", "choices"),
-    [
-        ({"name": "sd3"}, "'sd15-lora'"),
-        ({"scale": "huge"}, "'tiny', 'small', 'full'"),
-        ({"weights": "real"}, "'random', 'hub'"),
-        ({"data": "mine"}, "'generated', 'hub'"),
-    ],
-)
-def test_what_is_not_known_is_named_with_what_is(asked, choices):
-    with pytest.raises(ValueError, match=choices):
-        open_workload(**{"name": "sd15-lora", "scale": "tiny", "device": "cpu"} | asked)
 
 
 def test_the_hubs_weights_have_published_sizes():

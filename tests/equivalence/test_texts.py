@@ -71,16 +71,10 @@ def test_real_rows_become_texts(tmp_path, monkeypatch):
     """The article's body without its first sentence; instruction and input as one prompt."""
     import datasets
 
-    rows = {
-        "fujiki/japanese_alpaca_data": {"instruction": "訳せ", "input": "station", "output": "駅"},
-        "wikimedia/wikipedia": {
-            "title": "駅",
-            "text": "駅とは場所である。列車が止まる。",
-            "url": "",
-        },
-    }
+    row = {"instruction": "訳せ", "input": "station", "output": "駅"}
+    row |= {"title": "駅", "text": "駅とは場所である。列車が止まる。", "url": ""}
     monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, *_, **__: datasets.Dataset.from_list([rows[name]])
+        datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list([row])
     )
     assert from_hub(SHORT, 1, tmp_path) == [Text("訳せ\nstation", "駅")]
     assert from_hub(LONG, 1, tmp_path) == [Text("列車が止まる。", "駅")]

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from recipes_at_work import PLAIN, adapter_gradients, assert_same_gradients, copied, perturb, watch
+from recipes_at_work import (
+    PLAIN,
+    adapter_gradients,
+    adapter_state,
+    assert_same_gradients,
+    copied,
+    perturb,
+    watch,
+)
 from torch import Tensor
 
-from labutils.layers.cuda_graph import WARM_UP, Captured, float32_rounded
-from labutils.layers.lora import adapter_state
+from labutils.layers.cuda_graph import WARM_UP, Captured
 from labutils.recipe import Recipe
 from labutils.training import Trainer
 from labutils.training.loss_log import RingLog
@@ -27,11 +34,7 @@ GRAPH = EAGER.but(driver="graph")
 MERGED = {"micro_batch": 4, "accumulation": 1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def full_float32():
-    """No TF32: what is compared is float32."""
-    with float32_rounded("nothing"):
-        yield
+pytestmark = pytest.mark.usefixtures("full_float32")
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,17 @@ import gc
 import frozen_layers
 import pytest
 import torch
-from frozen_layers import passes
+from frozen_layers import Block, passes
 from torch import nn
 
 from labutils.layers.quantization.fp8_linear import FrozenFP8Linear
 from labutils.layers.quantization.fp8_math import relative_error
-from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization.nf4_linear import FrozenNF4Linear
 from labutils.profiling import cuda
 
 pytestmark = [
     pytest.mark.usefixtures("full_float32"),
-    pytest.mark.parametrize("kind", [FrozenFP8Linear, FrozenNF4Linear, FrozenNF4FP8Linear]),
+    pytest.mark.parametrize("kind", [FrozenFP8Linear, FrozenNF4Linear]),
 ]
 random = functools.partial(frozen_layers.random, device="cuda")
 
@@ -31,13 +31,8 @@ def layer_of(kind, k: int, n: int, dtype=torch.bfloat16, bias: bool = False) -> 
     return kind.from_linear(linear.requires_grad_(False))
 
 
-class Block(nn.Module):
-    def __init__(self, kind, width: int = 512) -> None:
-        super().__init__()
-        self.up, self.down = layer_of(kind, width, 2 * width), layer_of(kind, 2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.silu(self.up(x)))
+def block_of(kind) -> nn.Module:
+    return Block(layer_of(kind, 512, 1024), layer_of(kind, 1024, 512))
 
 
 @pytest.mark.parametrize("rows", [0, 15, 577])
@@ -56,11 +51,9 @@ def test_the_gpu_computes_what_the_cpu_does(kind, rows):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_it_is_one_graph_with_the_same_numbers(kind, autocast):
     torch.compiler.reset()
-    block, x, dy = Block(kind), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
+    block, x, dy = block_of(kind), random(577, 512).bfloat16(), random(577, 512, seed=1).bfloat16()
     x = x.float() if autocast else x
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        assert torch._dynamo.explain(block)(x.clone().requires_grad_()).graph_break_count == 0
-        torch.compiler.reset()
         expected = passes(block, x, dy)
         found = passes(torch.compile(block, fullgraph=True, dynamic=False), x, dy)
     for mine, theirs in zip(found, expected, strict=True):
@@ -70,7 +63,7 @@ def test_compiled_it_is_one_graph_with_the_same_numbers(kind, autocast):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_it_is_captured_in_a_cuda_graph(kind, compiled):
     torch.compiler.reset()
-    block = Block(kind)
+    block = block_of(kind)
     run = torch.compile(block, fullgraph=True, dynamic=False) if compiled else block
     x, dy = random(64, 512).bfloat16().requires_grad_(), random(64, 512, seed=1).bfloat16()
     x.grad = torch.zeros_like(x)

@@ -10,14 +10,6 @@ from labutils.training.unsloth_run import check_unsloth, train_with_unsloth
 from labutils.workloads import open_workload
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return {
-        length: open_workload(f"qwen3-lora-{length}", scale="tiny", device="cuda")
-        for length in ("short", "long")
-    }
-
-
 def load_with_unsloth(folder):
     from unsloth import FastLanguageModel
 
@@ -30,14 +22,14 @@ def load_with_unsloth(folder):
     )
 
 
-def test_unsloth_trains(texts, tmp_path):
+def test_unsloth_trains(tmp_path):
     try:
         check_unsloth("cuda")
     except Unavailable as reason:
         pytest.skip(str(reason))
     small = {
         length: open_workload(f"qwen3-lora-{length}", scale="small", device="cuda")
-        for length in texts
+        for length in ("short", "long")
     }
     runs = train_with_unsloth(lab07_qlora.unsloth_jobs(small), load_with_unsloth, tmp_path)
     assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]

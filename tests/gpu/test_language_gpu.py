@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from decoders_at_work import frozen_experts
 from torch import nn
 
 from labutils.layers.activation_checkpoint import Parking, offloading
@@ -48,16 +49,7 @@ def test_the_operator_with_sinks_is_a_proper_one():
 
 @pytest.mark.parametrize("count", [4, 32])
 def test_grouped_experts_are_the_loop(count):
-    from transformers import GptOssConfig
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-    config = GptOssConfig(num_local_experts=count, hidden_size=64, intermediate_size=96)
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    layer = GptOssExperts(config).cuda()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    layer.requires_grad_(False)
+    layer = frozen_experts(64, 96, count, std=0.2).cuda()
     x = torch.randn(300, 64, device="cuda")
     chosen = torch.rand(300, count, device="cuda").topk(3).indices
     shares, slope = torch.rand(300, 3, device="cuda"), torch.randn(300, 64, device="cuda")

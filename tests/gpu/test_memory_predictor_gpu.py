@@ -10,7 +10,7 @@ import torch
 from labutils.labs import lab09_peak_memory
 from labutils.profiling.machine import machine_facts, scale_for
 from labutils.profiling.memory import KINDS, AllocatorRecord, rounded
-from labutils.training.benchmark import compare
+from labutils.training import Benchmark
 from labutils.training.free_memory import make_room
 from labutils.workloads import open_workload
 from labutils.workloads.stable_diffusion import on_drawn_latents
@@ -39,7 +39,8 @@ def test_the_history_is_read_as_the_allocator_writes_it():
 def test_the_first_trainer_s_peak_contains_no_workspace():
     workload = on_drawn_latents(open_workload("sd15-lora", "tiny"))
     recipe = lab09_peak_memory.GRID["sd15-lora"]
-    runs = compare(workload, {"first": recipe, "second": recipe.but(seed=1)}, 1, rounds=1)
+    with Benchmark(workload) as bench:
+        runs = bench.compare({"first": recipe, "second": recipe.but(seed=1)}, 1, rounds=1)
     first, second = (runs[name].metric("peak_allocated_gb") for name in ("first", "second"))
     assert first == pytest.approx(second, abs=0.01)  # a workspace is 0.03 GB
 

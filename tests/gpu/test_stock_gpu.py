@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from labutils.data.images import captioned_images, collate, image_text_dataset
+from labutils.data.images import Preprocess, captioned_images, collate
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.recipe import STOCK
 from labutils.training import Trainer
@@ -70,7 +70,7 @@ class Script:
             self.trained, lr=1e-4, betas=(0.9, 0.999), weight_decay=1e-2, eps=1e-8
         )
         loader = torch.utils.data.DataLoader(
-            image_text_dataset(captioned_images(cache_dir, IMAGES), clip_tokenizer()),
+            captioned_images(cache_dir, IMAGES).with_transform(Preprocess(clip_tokenizer(), 512)),
             shuffle=True,
             collate_fn=collate,
             batch_size=1,

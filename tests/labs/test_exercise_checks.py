@@ -5,17 +5,13 @@ verdict only beyond the noise.
 from __future__ import annotations
 
 import random
-import re
 
-import jupytext
 import numpy as np
 import pytest
 import torch
 
 from labutils.course import exercises
 from labutils.course.exercises import check, difference, faster_than, smaller_than
-from labutils.course.solutions import with_solutions
-from labutils.tools import run
 
 ANSWERS = exercises.answers()
 
@@ -61,7 +57,6 @@ def test_a_number_may_be_off_by_its_share(exercise):
 @pytest.mark.parametrize(
     ("exercise", "answer"),
     [
-        ("07.1", np.int64(-32)),
         ("12.2", (torch.tensor(2.0), torch.tensor(2.0))),
         ("11.3", {np.int64(1), np.float32(2), 4}),
         ("04.2", ["batchnorm"]),
@@ -71,38 +66,11 @@ def test_right_answers_in_other_forms_are_right(exercise, answer):
     assert ": right" in check(exercise, answer)
 
 
-@pytest.mark.parametrize(
-    ("exercise", "answer", "form"),
-    [
-        ("07.1", "-32", "A number"),
-        ("08.2", 150, "A tuple of 2"),
-        ("12.1", {"inconclusive"}, "A word"),
-        ("11.3", [1, 2, 4, {9: 9}], "A set"),
-    ],
-)
-def test_an_answer_of_another_form_is_told_which_one_is_asked_for(exercise, answer, form):
-    assert f"{form} is asked for" in check(exercise, answer)
-
-
 @pytest.mark.parametrize("exercise", ["07.1", "08.2", "11.3", "12.1"])
 def test_what_is_no_answer_at_all_is_told_so(exercise):
     odd = [np.array([]), np.eye(2), torch.empty(2, device="meta"), np.ndarray, 2j, b"b", {1: 2}]
     for answer in (*odd, [[1], {2}], [{1: 2}], 10**400, float("nan")):
         assert ": not yet. " in check(exercise, answer)
-
-
-def test_every_answer_is_that_of_an_exercise_and_its_solution():
-    def asked(tag: str) -> set[str]:
-        books = [
-            with_solutions(jupytext.read(path), path.stem[:2])
-            for path in run.NOTEBOOKS.glob("[0-9]*.ipynb")
-        ]
-        cells = [
-            cell for book in books for cell in book.cells if tag in cell.metadata.get("tags", [])
-        ]
-        return {key for cell in cells for key in re.findall(r'\bcheck\("([^"]+)"', cell.source)}
-
-    assert asked("exercise") == asked("solution") == set(ANSWERS)
 
 
 # What is measured

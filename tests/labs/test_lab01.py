@@ -1,12 +1,10 @@
 """Lab 01's own measurements: passes that take turns, and the peaks of a step's phases."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
-from labutils.labs.lab01_lora_costs import ROUNDS, check_conv, pass_runs, phases_runs
+from labutils.labs.lab01_lora_costs import ROUNDS, pass_runs, phases_runs
 from labutils.profiling import cuda
 
 pytestmark = pytest.mark.skipif(cuda.available(), reason="counts what a CPU's tensors take")
@@ -37,28 +35,3 @@ def test_the_peak_of_each_phase(form, temporaries):
         assert peaks["backward_gb"] == pytest.approx(2 + moments, abs=0.05)
         assert peaks["update_gb"] == pytest.approx(4 + temporaries, abs=0.05)
         assert run.tags["step"] == 1 + moments // 2
-
-
-class ConvOf(nn.Module):
-    def __init__(self, base, r, alpha, size=3, scaled=True):
-        super().__init__()
-        self.base, self.scale = base.requires_grad_(False), alpha / r if scaled else 1
-        padding, out = size // 2, base.out_channels
-        self.A = nn.Conv2d(base.in_channels, r, size, base.stride, padding, bias=False)
-        self.B = nn.Conv2d(r, out, 1, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.scale * self.B(self.A(x))
-
-
-class Unused(ConvOf):
-    def forward(self, x):
-        return self.base(x)
-
-
-def test_the_exercise_on_convolutions_tells_right_from_wrong():
-    assert "right" in check_conv(ConvOf)
-    assert "off by" in check_conv(partial(ConvOf, scaled=False))
-    assert "A's weight should have the shape (4, 16, 3, 3)" in check_conv(partial(ConvOf, size=1))
-    assert "the output is off by" in check_conv(Unused)
-    assert "first" in check_conv(lambda base, r, alpha: base)

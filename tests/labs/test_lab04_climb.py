@@ -1,95 +1,11 @@
-"""Lab 04's climb: what is measured in which order on a GPU, without one."""
+"""Lab 04's climb: the rungs that a machine can tell apart."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
-
 from labutils.labs import lab04_climb
 from labutils.labs.ladders import A1_LADDER
-from labutils.results.records import Run
 
 RUNGS = [rung.name for rung in A1_LADDER]
-
-
-class Trace(SimpleNamespace):
-    def metrics(self, step_ms, data_ms):
-        return {"kernels_per_step": 9}
-
-    def categories(self):
-        return {"GEMM": {"ms": 1.0, "count": 2.0}}
-
-    def calls_of(self, name):
-        return 4.0
-
-
-class OnGpu:
-    """A benchmark that measures nothing and notes what it is asked for."""
-
-    def __init__(self) -> None:
-        self.workload = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-        self.did: list[object] = []
-
-    def prepare(self, recipes):
-        self.did.append(list(recipes))
-
-    def compare(self, recipes, steps, rounds, tags):
-        self.did.append(("compare", steps, rounds))
-        runs = {
-            name: Run(
-                "04", name, tags=tags[name], recipe=recipe.as_dict(), metrics={"step_ms": 1.0}
-            )
-            for name, recipe in recipes.items()
-        }
-        runs["pinned"].status = "oom"
-        return runs | {
-            "stock again": Run("04", "stock again", tags=tags["stock"] | {"again": True})
-        }
-
-    def watch(self, name):
-        return {"gpu_utilization": 0.5}
-
-    def profile(self, name, folder, steps):
-        self.did.append(("trace", name))
-        return Trace()
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    bench = OnGpu()
-
-    def tried(workload, recipe, *args, **options):
-        bench.did.append(("another process", recipe.compile))
-        return Run("04", "", metrics={"failed": 0})
-
-    monkeypatch.setattr(lab04_climb, "try_isolated", tried)
-    return bench
-
-
-def test_nothing_else_compiles_while_a_first_step_is_timed_and_traces_come_last(bench):
-    runs = lab04_climb.climbed(bench, 8, Path("."))
-    assert bench.did[0] == list(lab04_climb.ALONE)
-    assert [one for one in bench.did if isinstance(one, list)][1] == RUNGS
-    compared = bench.did.index(("compare", 1, 8))
-    others = [at for at, one in enumerate(bench.did) if one[0] == "another process"]
-    assert len(others) == len(lab04_climb.AHEAD) + 2 and 0 < min(others) <= max(others) < compared
-    assert bench.did[compared + 1 :] == [("trace", name) for name in lab04_climb.TRACED]
-    assert runs["compile"].metrics["compiled_regions"] == 1
-    assert runs["workers"].metrics["kernels_per_step"] == 9
-    assert "gpu_utilization" in runs["stock"].metrics and not runs["pinned"].ok
-
-
-def test_every_rung_stands_in_its_lane_and_every_mode_has_its_tags(bench):
-    runs = lab04_climb.climbed(bench, 8, Path("."))
-    assert list(runs)[: len(RUNGS)] == RUNGS and "stock again" in runs
-    assert {rung.name: rung.lane for rung in A1_LADDER}.items() <= {
-        name: run.lane for name, run in runs.items()
-    }.items()
-    modes = [run.tags for run in runs.values() if run.tags["experiment"] == "compile mode"]
-    mode = {"experiment": "compile mode", "mode": "reduce-overhead"}
-    assert modes == [mode, mode | {"mode": "max-autotune"}]
 
 
 def test_a_cpu_climbs_the_rungs_that_it_can_tell_apart():

@@ -5,14 +5,11 @@ from __future__ import annotations
 import tempfile
 
 import bitsandbytes.functional as bnb
-import matplotlib.pyplot as plt
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-from recipes_at_work import one_thread
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from labutils.course import plots
 from labutils.labs import lab07_qlora
 from labutils.labs.lab07_qlora import COMPILED, METHODS, ON_A_CPU, PACKED, QLORA, UNSLOTH
 from labutils.labs.ladders import A3_BASE
@@ -23,11 +20,7 @@ from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.decoder_workload import TARGETS
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
@@ -103,16 +96,6 @@ def test_restoring_is_found_in_a_trace(texts, tmp_path):
         restored = lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path, with_stack=False))
     with Trainer(texts["short"], A3_BASE) as trainer:
         assert lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path)) == 0 < restored
-
-
-def test_the_picture_has_a_line_for_each_kind_of_product():
-    _, ax = plt.subplots()
-    runs = read_runs(REFERENCE, "07").select(experiment=("methods", "ladder"), again=False)
-    plots.frontier(ax, runs, lab07_qlora.kind_of)
-    kinds = {"packed, not compiled", *(f"compiled, {of} products" for of in ("BF16", "FP8"))}
-    assert {line.get_label() for line in ax.lines} == {"as published", "unsloth", *kinds}
-    assert len(ax.texts) == sum(len(line.get_xdata()) for line in ax.lines) >= 8
-    plt.close()
 
 
 def test_the_rung_that_is_held_against_unsloth_has_its_rows_and_weights():

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from recipes_at_work import one_thread
 
 from labutils.labs import lab08_launch_bound as lab08
 from labutils.profiling.gpu_specs import find_spec
@@ -24,10 +23,7 @@ from labutils.workloads.base import Work
 FAMILIES = {"dense": "qwen3-lora", "moe": "gpt-oss-lora"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread():
-    with one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from labutils.workloads.stable_diffusion import on_drawn_latents
 def test_a_switch_changes_one_knob(scale):
     recipes = toggles.switches(scale)
     for name, switch in toggles.SWITCHES.items():
-        changes = recipes[name].changes_from(recipes[switch.base])
+        changes = recipes[name].as_dict().items() - recipes[switch.base].as_dict().items()
         assert len(changes) == (2 if name in ("accumulation", "cudnn.benchmark") else 1), name
         assert recipes[name].examples_per_step == recipes[switch.base].examples_per_step
     # PyTorch remembers an algorithm by shape, layout, format and permission to use TF32, however it
@@ -64,7 +64,7 @@ def test_fewer_bits_are_farther_off():
 # -------------------------------------------------------------------------------------- optimizers
 
 
-@pytest.mark.parametrize("kind", ["adamw-foreach", "adamw-fused", "adamw-8bit"])
+@pytest.mark.parametrize("kind", ["adamw-fused", "adamw-8bit"])
 def test_every_form_of_adamw_is_adamw(kind):
     ours, exact = (torch.nn.Parameter(torch.zeros(100, 100)) for _ in range(2))
     forms = (build_optimizer([ours], Recipe(optimizer=kind)), torch.optim.AdamW([exact], lr=1e-4))

@@ -5,8 +5,6 @@ Each solution is put behind its exercise, so one run shows each exercise as give
 
 from __future__ import annotations
 
-import ast
-import builtins
 import os
 import re
 import subprocess
@@ -69,34 +67,6 @@ def words_said(executed: NotebookNode, tag: str) -> dict[str, set[str]]:
             for number, word in SAID.findall(text):
                 said.setdefault(number, set()).add(word)
     return said
-
-
-def names_in(source: str) -> tuple[set[str], set[str]]:
-    """The names that a cell makes (defines, imports, assigns), and those that it reads."""
-    made, read = set(), set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else made).add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef | ast.ExceptHandler):
-            made.add(node.name or "")
-        elif isinstance(node, ast.alias):
-            made.add(node.asname or node.name.partition(".")[0])
-        elif isinstance(node, ast.arg):
-            made.add(node.arg)
-    return made, read
-
-
-@pytest.mark.parametrize("path", LABS, ids=lambda path: path.stem)
-def test_exercises_and_solutions_have_the_names_that_they_need(path: Path):
-    """Learners have no solutions, so nothing else needs one; and each can be pasted as it is."""
-    cells = with_solutions(nbformat.read(path, as_version=4), path.stem[:2]).cells
-    names: dict[bool, list[tuple[set[str], set[str]]]] = {True: [], False: []}
-    for cell in cells:
-        if cell.cell_type == "code":
-            names["solution" in cell.metadata.get("tags", [])].append(names_in(cell.source))
-    known = set(dir(builtins)).union(*(made for made, _ in names[False]))
-    assert not set().union(*(read for _, read in names[False])) - known
-    assert not [read - made - known for made, read in names[True] if read - made - known]
 
 
 @pytest.mark.notebook

@@ -1,4 +1,4 @@
-"""Pictures show what they are given, cut nothing off, cover nothing up, and work in grey."""
+"""Pictures show what they are given, cut nothing off and cover nothing up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import matplotlib
 import pytest
 
 from labutils.course import plots
-from labutils.course.plots import traces
 from labutils.course.plots.palette import PAPER
 from labutils.course.predictions import scores_of
 from labutils.profiling.gpu_specs import find_spec
@@ -20,7 +19,6 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 FAILED = Run("03", "workers=12", status="error: shared memory ran out")
@@ -48,10 +46,6 @@ def timed(name: str, ms: float, lane: str = "article") -> Run:
 def texts(ax: Axes) -> list[str]:
     ax.figure.draw_without_rendering()
     return [t.get_text() for t in ax.figure.findobj(Text) if t.get_text() and t.get_visible()]
-
-
-def names_of_rows(ax: Axes) -> list[str]:
-    return [label.get_text() for label in ax.get_yticklabels()]
 
 
 def assert_tidy(ax: Axes) -> None:
@@ -86,7 +80,8 @@ def test_a_ladder_shows_what_each_rung_is_worth(ax):
     rungs[-3].samples["step_ms"] = [590, 605, 620, 640, 655]  # within the noise of the rung above
     published = {"950 ms": 290, "625 ms": 141}
     plots.ladder(ax, [*rungs, FAILED], published=published, whose="A1, its card")
-    assert names_of_rows(ax) == [f"{ms} ms" for ms in (950, 625, 620, 400, 120, 50, 35)]
+    rows = [label.get_text() for label in ax.get_yticklabels()]
+    assert rows == [f"{ms} ms" for ms in (950, 625, 620, 400, 120, 50, 35)]
     said = texts(ax)
     assert {"article", "same work", "same mathematics", "A1, its card", "2.06x"} <= set(said)
     assert {"floor 14.8 ms", "floor 8.9 ms"} <= set(said)
@@ -96,60 +91,17 @@ def test_a_ladder_shows_what_each_rung_is_worth(ax):
     assert_tidy(ax)
 
 
-def test_a_ladder_takes_its_noise_from_the_base_measured_again(ax):
-    def rung(name: str, ms: float, **tags) -> Run:
-        run = timed(name, ms)
-        run.tags, run.comparison = {"rung": name} | tags, "one"
-        run.samples = {"step_ms": [ms * x for x in (0.99, 1, 1.01)] * 3, "round": [0, 1, 2] * 3}
-        return run
-
-    rungs = [rung("stock", 100), rung("faster", 96), rung("fastest", 48)]
-    plots.ladder(ax, [*rungs, rung("stock", 94, again=True)])
-    hollow = [line for line in ax.lines if line.get_markerfacecolor() == PAPER]
-    assert len(hollow) == 1 and names_of_rows(ax) == ["stock", "faster", "fastest"]
-
-
-def test_a_category_looks_the_same_in_every_timeline(ax):
-    pictures = (["normalisation", "GEMM", "reduction"], ["convolution", "GEMM", "normalisation"])
-    fills = [
-        traces._category_fills([(n, 1.0, kind) for n, kind in enumerate(kinds)], 9)
-        for kinds in pictures
-    ]
-    assert all(fills[0][kind] == fills[1][kind] for kind in ("GEMM", "normalisation"))
-    assert all(len(set(of.values())) == 3 for of in fills)
-    plots.timeline(ax, {"host": [(3.0, 4.0, "data"), (7.0, 1.0, "log")]})
-    assert ax.get_xlim() == (0, 8) and {"data", "log", "host"} <= set(texts(ax))
-
-
 def test_what_is_short_can_be_seen_in_a_timeline(ax):
     plots.timeline(ax, {"host": [(0.0, 900.0, "data"), (900.0, 0.1, "log"), (901.0, 99.0, "clip")]})
+    assert ax.get_xlim() == (0, 1000) and {"data", "log", "clip", "host"} <= set(texts(ax))
     blocks = [path.get_extents() for drawn in ax.collections for path in drawn.get_paths()]
     assert max(blocks, key=lambda block: block.height).width == pytest.approx(5)
 
 
-def test_breakdown_of_shares_names_only_what_can_be_seen(ax):
-    plots.breakdown(ax, {"here": {"kernels": 93.3, "copies": 0.1, "launch": 6.6}}, unit="%")
-    said = texts(ax)
-    assert {"93.3", "6.6", "launch"} <= set(said)
-    assert "copies" not in said and "100 %" not in said
-    assert_tidy(ax)
-
-
-def test_breakdown_adds_up(ax):
+def test_breakdown_adds_up_and_names_only_what_can_be_seen(ax):
     parts = {"kernels": 270, "copies": 3, "data": 410, "sync": 22, "launch": 140, "host": 105}
     plots.breakdown(ax, {"here": parts, "H200": {"kernels": 100, "host": 20}})
     assert {"950 ms", "120 ms", "270", "410"} <= set(texts(ax)) and "3" not in texts(ax)
-    assert_tidy(ax)
-
-
-def test_a_roofline_names_its_points(ax):
-    work = {"SiLU": (1.0, 0.002), "LoRA's products": (8.0, 0.01), "attention": (2048, 0.3)}
-    runs = {
-        name: Run("00", name, metrics={"intensity": at, "flops": at * 1e7, "alone_ms": ms})
-        for name, (at, ms) in work.items()
-    }
-    plots.roofline(ax, {"bf16": Roofline(800, 4000)}, runs)
-    assert set(work) | {"bf16: 800 TFLOP/s, 4,000 GB/s"} <= set(texts(ax))
     assert_tidy(ax)
 
 
@@ -163,6 +115,7 @@ def test_names_of_a_roofline_find_room_beside_their_neighbours(ax):
     plots.roofline(ax, {"bf16": Roofline(800, 4000)}, runs)
     assert_tidy(ax)
     assert sorted(text.get_text() for text in ax.texts) == sorted(places)
+    assert "bf16: 800 TFLOP/s, 4,000 GB/s" in texts(ax)
 
 
 def test_peaks_show_the_share_of_the_dense_peak(ax):
@@ -188,22 +141,8 @@ def test_names_of_points_that_are_near_each_other_lie_apart(ax):
     points = {"resized": (1.7, (130, 138, 150)), "in memory": (1.2, (150, 168, 260))}
     points |= {"PNG": (60.0, (370, 412, 520))}
     plots.over_decoding(ax, {0: {0.0: 160.0, 70.0: 440.0}}, {0: points}, "ms")
-    ax.figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in ax.texts]
-    assert len(boxes) == 3
-    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
-
-
-def lightness(color: str) -> float:
-    """CIE L* of a colour: what is left of it in a grey print."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
-    y = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return 116 * y ** (1 / 3) - 16
-
-
-def test_fills_differ_in_grey():
-    for (one, hatch), (other, other_hatch) in itertools.combinations(plots.FILLS, 2):
-        assert hatch != other_hatch or abs(lightness(one) - lightness(other)) >= 12
+    assert len(ax.texts) == 3
+    assert_tidy(ax)
 
 
 PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))

@@ -12,13 +12,7 @@ import pytest
 
 from labutils.labs import lab12_scoreboard as scoreboard
 from labutils.results import claims
-from labutils.results.judges import (
-    CONFIRMED,
-    INCONCLUSIVE,
-    REFUTED,
-    Effect,
-    judge_all,
-)
+from labutils.results.judges import CONFIRMED, INCONCLUSIVE, REFUTED, Effect, judge_all
 from labutils.results.records import REFERENCE, Run, Runs, read_runs
 
 CLAIMS = claims.load_claims()
@@ -87,7 +81,6 @@ def test_what_is_on_record_says_what_kind_of_run_it_was():
         ("A1.total.speedup", 98 / 290 * 2, 2.0),
         ("A1.total.speedup", None, math.nan),
         ("A2.fixed.fp8-speed", 1.17, 1.95),  # 40 to 43 % shorter: 0.60 at most
-        ("A2.fp8.speed", 1.26, 1.26 / 0.96),
         ("A2.fp8.speed", 0.95, 1.0),
         ("A1.compile.reduce-overhead", 2.0, math.nan),
     ],
@@ -104,10 +97,3 @@ def test_what_comes_next_is_said_with_what_to_type():
     assert "`labutils run 03 04 06`" in steps(judge_all(None, Runs(), Runs()), done=[])[0]
     assert "`labutils run 03 --force`" in steps([of("A1.workers.one", INCONCLUSIVE)])[0]
     assert "Everything" in steps([of("A1.workers.one", CONFIRMED)])[0]
-
-
-def test_a_rule_is_held_against_the_courses():
-    assert "no answer yet" in scoreboard.check_rule(lambda *times: None)
-    assert "not yet" in scoreboard.check_rule(
-        lambda a, again, b: "confirmed" if sum(b) < sum(a) else "refuted"
-    )

@@ -5,13 +5,8 @@ import sys
 import pytest
 
 from labutils.profiling import cuda, machine
-from labutils.profiling.cuda_architectures import runs_on, try_unlisted_architecture
-from labutils.profiling.machine import default_device, machine_facts, scale_for
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(cuda, "available", lambda: False)
+from labutils.profiling.cuda_architectures import runs_on
+from labutils.profiling.machine import default_device, machine_facts
 
 
 @pytest.mark.parametrize(
@@ -30,12 +25,6 @@ def no_gpu(monkeypatch):
 )
 def test_runs_on(architectures, capability, how):
     assert runs_on(architectures, capability) == how
-
-
-def test_each_lab_asks_for_the_memory_that_it_needs():
-    assert scale_for({}) == "tiny"
-    of_85_gb = [scale_for({"gpu_memory_gb": 85.0}, lab) for lab in ("00", "07", "09")]
-    assert of_85_gb == ["full", "small", "full"]
 
 
 def test_machine_leaves_out_what_does_not_apply():
@@ -88,13 +77,3 @@ def test_ram_is_the_containers_limit(tmp_path):
 def test_a_broken_torch_is_no_gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cuda.available() is False
-
-
-def test_without_a_gpu_its_calls_do_nothing(no_gpu):
-    assert cuda.card() == {} and cuda.capability() is None and cuda.architectures() == []
-    assert cuda.peak_memory() is cuda.free_memory() is cuda.allocated_memory() is None
-    assert cuda.graph_of(lambda: None) is None
-    for harmless in (cuda.synchronize, cuda.empty_cache, cuda.reset_peak_memory):
-        harmless()
-    with pytest.raises(RuntimeError, match="no GPU"):
-        try_unlisted_architecture()

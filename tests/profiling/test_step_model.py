@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 
 from labutils.profiling.gpu_specs import find_spec
-from labutils.profiling.launch_queue import QUEUE, root
+from labutils.profiling.launch_queue import QUEUE
 from labutils.profiling.step_model import (
     Host,
     Launch,
@@ -162,9 +162,3 @@ def test_no_kernel_is_shorter_than_an_empty_one():
     faster = one.on(find_spec("B200"), H200, "bf16", empty_ms=0.002)
     times = [piece.work[0][1] for piece in faster.queue]
     assert times == pytest.approx([0.002, 0.002 + 4.8 / 8])
-
-
-def test_a_root_is_exact_however_the_function_bends():
-    assert root(lambda x: x**3 - 2, 0, 1000) == pytest.approx(2 ** (1 / 3), abs=1e-5)
-    assert root(lambda x: x + 1, 0, 4) == pytest.approx(0, abs=1e-6)
-    assert root(lambda x: x - 9, 0, 4) == pytest.approx(4, abs=1e-6)

@@ -206,20 +206,17 @@ def test_operators_of_a_cpu():
 # Files
 
 
-@pytest.mark.parametrize("opened", [open, gzip.open])
+@pytest.mark.parametrize("packed", [bytes, gzip.compress])
 @pytest.mark.parametrize("content", [TWO_STEPS, {"schemaVersion": 1, "traceEvents": TWO_STEPS}])
-def test_files_are_read_plain_and_gzipped(tmp_path, opened, content):
-    path = tmp_path / ("a.json.gz" if opened is gzip.open else "a.json")
-    with opened(path, "wt") as file:
-        json.dump(content, file)
+def test_files_are_read_plain_and_gzipped(tmp_path, packed, content):
+    path = tmp_path / ("a.json.gz" if packed is gzip.compress else "a.json")
+    written = packed(json.dumps(content).encode())
+    path.write_bytes(written)
     assert Trace.read(path).metrics() == Trace(TWO_STEPS).metrics()
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="whole"):
-        Trace.read(path)
-    with opened(path, "wt") as file:
-        file.write("{}")
-    with pytest.raises(ValueError, match="no profiler trace"):
-        Trace.read(path)
+    for broken, told in ((written[:-100], "whole"), (packed(b"{}"), "no profiler trace")):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=told):
+            Trace.read(path)
 
 
 # Names and stacks
@@ -227,13 +224,11 @@ def test_files_are_read_plain_and_gzipped(tmp_path, opened, content):
 
 NAMES = {
     "sm90_xmma_fprop_implicit_gemm_f16f16_f16f32_f32_nhwckrsc_nhwc": "convolution",
-    "nvjet_hsh_192x192_64x4_2x1_v_bz_coopA_NNT": "GEMM",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3": "attention",
     "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>": "normalisation",
     "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "foreach",
     "void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda>": "casts and layout",
     "void convertTensor_kernel<float, __half, float>": "casts and layout",
-    "triton_per_fused_native_group_norm_3": "compiled",
     "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
     "autograd::engine::evaluate_function: ConvolutionBackward0": "other",
     "aten::transpose": "views and allocation",
@@ -259,10 +254,8 @@ def test_products_that_a_rank_makes_thin():
     ("file", "own", "short"),
     [
         ("labutils/training.py", True, "labutils/training.py"),
-        ("/v/lib/python3.12/site-packages/labutils/training.py", True, "labutils/training.py"),
         ("/tmp/ipykernel_77/3141.py", True, "this notebook"),
         ("/home/me/my_script.py", True, "my_script.py"),
-        ("/opt/site/accelerate/accelerator.py", False, "accelerate/accelerator.py"),
         ("/v/lib/python3.12/site-packages/torch/optim/adamw.py", False, "torch/optim/adamw.py"),
         ("/usr/lib/python3.12/contextlib.py", False, "contextlib.py"),
         ("<frozen os>", False, "<frozen os>"),

@@ -226,8 +226,6 @@ def test_each_run_of_a_sweep_has_its_own_number_whichever_are_missing():
     assert judge(one, Runs(runs)).verdict == CONFIRMED
 
 
-
-
 @pytest.mark.parametrize(
     ("changed", "verdict"), [(90, CONFIRMED), (50, REFUTED), (110, REFUTED), (100, INCONCLUSIVE)]
 )
@@ -327,8 +325,6 @@ def test_advice_pays_costs_or_makes_no_difference(changed, spread, verdict):
         assert judge(one, times(100, after, spread)).verdict == verdict
 
 
-
-
 def test_settings_are_told_and_reasons_given():
     told = claim("", "setting", {}, reason="It claims no gain.")
     assert judge(told, Runs()).verdict == TOLD
@@ -372,5 +368,3 @@ def test_no_record_whatever_it_holds_stops_a_judge(reference):
             run.samples = dict.fromkeys(run.samples, value if place % 2 else [value] * 4)
         assert len(judges.judge_all(None, Runs(broken))) == len(EVERY)
     assert all(j.verdict in (NOT_TESTABLE, TOLD) for j in judges.judge_all(None, Runs()))
-
-

@@ -15,7 +15,6 @@ from labutils.results.effects import (
     NotTestable,
     effect,
     interval,
-    number,
     time_effect,
 )
 from labutils.results.records import Run, summarise
@@ -29,20 +28,12 @@ def run_of(steps, rounds=None, tokens=None, metric="step_ms", **metrics) -> Run:
     return Run("03", "x", tags=tags, metrics={metric: summarise(steps)} | metrics, samples=samples)
 
 
-def in_rounds(factor: float, noise: float, seed: int, drift: float = 0.0) -> Run:
-    """Eight rounds of three steps around 100 ms times `factor`, slower by `drift` each round."""
+def in_rounds(factor: float, noise: float, seed: int) -> Run:
+    """Eight rounds of three steps around 100 ms times `factor`."""
     draws = np.random.default_rng(seed)
     rounds = [one for one in range(8) for _ in range(3)]
-    steps = [100 * factor * (1 + drift * one) * (1 + noise * draws.normal()) for one in rounds]
+    steps = [100 * factor * (1 + noise * draws.normal()) for _ in rounds]
     return run_of(steps, rounds)
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.3])
-def test_rounds_give_the_effect_whatever_the_machine_drifts(factor):
-    found = effect(in_rounds(1, 0.01, 1, drift=0.2), in_rounds(factor, 0.01, 2, drift=0.2))
-    assert found.value == pytest.approx(factor, rel=0.02)
-    assert found.low <= found.value <= found.high and found.high - found.low < 0.04 * factor
-    assert found.direction == (factor > 1.1) - (factor < 0.95)
 
 
 def test_the_effect_is_the_median_of_the_ratios_of_round_medians():
@@ -62,8 +53,6 @@ def test_an_interval_covers_the_truth_95_times_of_100_or_more():
         for found in [effect(in_rounds(1, 0.03, 2 * seed), in_rounds(truth, 0.03, 2 * seed + 1))]
     ]
     assert sum(hits) >= 90
-
-
 
 
 def test_the_base_again_is_the_noise_floor():
@@ -130,8 +119,6 @@ def test_what_is_no_time_is_no_effect(steps):
     broken.samples["step_ms"] = steps
     assert time_effect(run_of([1, 2, 3]), broken) is None
     assert time_effect(broken, run_of([1, 2, 3])) is None
-
-
 
 
 def test_an_interval_of_one_run_is_the_bootstrap_of_its_median():

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labutils.recipe import Unavailable
 from labutils.results import records
-from labutils.results.records import REFERENCE, Results, Run, Runs, read_file, read_runs, to_frame
+from labutils.results.records import Results, Run, Runs, read_file, read_runs, to_frame
 from labutils.results.schema1_migration import tags_of
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
@@ -73,8 +72,6 @@ def test_each_host_keeps_its_newest_run():
     kept = Runs([run("a", "1"), run("b", "2"), run("a", "3")])
     assert sorted((r.machine["cpu"], r.at) for r in kept) == [("a", "3"), ("b", "2")]
     assert kept.one(experiment="x").at == "3"
-
-
 
 
 @pytest.mark.parametrize(
@@ -174,14 +171,6 @@ def test_each_line_that_can_not_be_used_is_named_and_nothing_is_lost(tmp_path):
     assert read_runs(tmp_path).one(experiment="later")
 
 
-def test_a_file_without_one_usable_line_is_refused(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"schema": 3}\n')
-    with pytest.raises(ValueError, match="line 1 has schema 3"):
-        records.check_usable([read_file(tmp_path / "results.jsonl")])
-    with pytest.raises(ValueError, match="can't be read"):
-        read_file(tmp_path)
-
-
 @pytest.mark.parametrize("separator", ["\u2028", "\x85"])
 def test_a_line_separator_inside_a_text_does_not_end_its_record(separator):
     assert read_runs(folder_with([Run("00", f"a{separator}b")]))
@@ -195,22 +184,7 @@ def test_a_number_that_json_lacks_is_refused_and_the_file_unharmed(tmp_path, val
     assert kept.path.read_bytes() == b""
 
 
-
-
-def test_a_path_that_leads_nowhere_says_what_to_type(tmp_path, monkeypatch):
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    for name in ("~nosuchuser/x", "x"):
-        with pytest.raises(ValueError, match="--results results/NAME"):
-            records.named(name)
-
-
 # What a record holds
-
-
-
-
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from labutils.results import claims, report
 from labutils.results.judges import NOT_TESTABLE, VERDICTS
-from labutils.results.records import REFERENCE, Results, Run, Runs
+from labutils.results.records import REFERENCE, Results, Run
 
 CLAIMS = claims.load_claims()
 

@@ -1,7 +1,10 @@
-"""`make` leaves strangers' folders alone, and mends its own."""
+"""`make` leaves strangers' folders alone, and mends its own; a container keeps what one did."""
 
+import re
+import shlex
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,3 +43,16 @@ def test_a_python_that_is_too_old_or_missing_is_said(tmp_path):
         made = make("venv", f"PYTHON={python}", f"VENV={tmp_path / 'venv'}")
         assert made.returncode != 0 and word in made.stderr
         assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "docs/installing.md"])
+def test_what_a_container_keeps_is_on_a_volume(file):
+    """Answers are written into the notebooks, all else into results; --rm removes the rest."""
+    (home,) = re.findall(r"^WORKDIR (.+)", (HOUSE / "Dockerfile").read_text(), re.M)
+    text = re.sub(r"\\\n#? *", "", (HOUSE / file).read_text())
+    commands = re.findall(r"docker run .*gpu-finetuning-lab.*", text)
+    assert commands
+    for words in (shlex.split(command, comments=True) for command in commands):
+        kept = {word.split(":")[1] for flag, word in pairwise(words) if flag == "-v"}
+        answers = set() if "course" in words else {f"{home}/notebooks"}
+        assert kept == {f"{home}/results"} | answers, words

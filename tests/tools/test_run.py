@@ -169,6 +169,7 @@ def test_ctrl_c_ends_the_lab_that_runs_and_starts_no_other(notebook, run, result
     assert status_of(results_folder, "stops") == "stopped"
     assert [kept.lab for kept in read_runs(results_folder)] == ["stops"]
     assert str(results_folder) in said.splitlines()[-1]
+    assert not list(results_folder.parent.glob("results-*"))  # what it had put into /tmp
 
 
 def test_nohup_is_respected():

@@ -28,8 +28,12 @@ os._exit(3)""",
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "bus": "os.kill(os.getpid(), signal.SIGBUS)",
     "quits": "sys.exit(0)",
-    "stops": "os.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)",
-    "sleeps": "time.sleep(600)",
+    "stops": """\
+import tempfile
+made = tempfile.TemporaryDirectory(prefix=os.environ["LABUTILS_RESULTS"] + "-")
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(600)""",
+    "sleeps": "signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)",
 }
 
 

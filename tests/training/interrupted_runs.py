@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 
-from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK, Recipe
 from labutils.training import Trainer
 from labutils.workloads import open_workload
@@ -60,19 +59,17 @@ def opened(case: Case, folder: Path, resume: bool = False) -> Trainer:
     return Trainer(workload, case.recipe, folder, resume)
 
 
-def final(case: Case, folder: Path, resume: bool) -> dict:
+def final(case: Case, folder: Path, resume: bool, checkpoint_every: int | None = None) -> dict:
     """Run to the end: weights, moments, losses."""
     with opened(case, folder, resume) as running:
-        running.run(STEPS)
+        running.run(STEPS, checkpoint_every=checkpoint_every)
     moments = [
         state[name]
         for state in running.optimizer.state.values()
         for name in ("exp_avg", "exp_avg_sq", "step")
     ]
     return {
-        "weights": {
-            name: tensor.clone() for name, tensor in adapter_state(running.model.unet).items()
-        },
+        "weights": [parameter.detach().clone() for parameter in running.parameters],
         "moments": [torch.as_tensor(moment) for moment in moments],
         "losses": running.losses,
         "step": running.step_count,

@@ -8,14 +8,11 @@ python -m torch.distributed.run --standalone --nproc-per-node=2 ranks_at_work.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from recipes_at_work import PLAIN, perturb
+from recipes_at_work import PLAIN, perturb, watching
 from torch import Tensor, nn
 
 from labutils.labs.ladders import A3_BASE
@@ -46,10 +43,7 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "ddp, read at once": ("sd15-lora", SD.but(logging="synchronous")),
     "ddp, no_sync": ("sd15-lora", SD.but(**FOUR)),
     "ddp, each": ("sd15-lora", SD.but(synchronise="each", **FOUR)),
-    "ddp, buckets": (
-        "sd15-lora",
-        SD.but(bucket_cap_mb=1, **WHOLE),
-    ),
+    "ddp, buckets": ("sd15-lora", SD.but(bucket_cap_mb=1, **WHOLE)),
     "ddp, workers": ("sd15-lora", SD.but(cache="nothing", num_workers=1, persistent_workers=True)),
     "ddp, folded": ("sd15-lora", SD.but(adapter="folded")),
     "fsdp": ("sd15-lora", SD.but(**FSDP)),
@@ -58,10 +52,6 @@ CASES: dict[str, tuple[str, Recipe]] = {
     "qwen": ("qwen3-lora-short", QWEN),
     "qwen, fsdp": ("qwen3-lora-short", QWEN.but(**FSDP)),
     "qwen, packed": ("qwen3-lora-short", QWEN.but(shapes="packed", micro_batch=1)),
-    "qwen, whole, fsdp": (
-        "qwen3-lora-short",
-        QWEN.but(layers="published", loss="logits", **WHOLE, **FSDP),
-    ),
 }
 EPOCH = 10
 """Examples of an epoch: five micro-batches of two, so that ranks and steps cross its end in the
@@ -82,37 +72,15 @@ def perturbed(model: nn.Module) -> None:
         perturb(model)
 
 
-@contextmanager
-def watched_clips(found: list[list[Tensor]]) -> Iterator[None]:
-    """A context in which gradients are kept, whole, as clipping finds them."""
-    clip = torch.nn.utils.clip_grad_norm_
-
-    def watching(parameters: list[nn.Parameter], *rest: object, **options: object) -> Tensor:
-        parameters = list(parameters)
-        whole = distributed.whole_parameters([parameter.grad for parameter in parameters])
-        found.append([gradient.clone() for gradient in whole])
-        return clip(parameters, *rest, **options)
-
-    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", watching):
-        yield
-
-
 def train(
     workload: Any, recipe: Recipe, steps: int = STEPS, seen: list | None = None
 ) -> dict[str, Any]:
     """What came of `steps` optimizer steps: gradients of each, losses, weights before and after.
     seen: is filled with the micro-batches and their random numbers."""
     gradients: list[list[Tensor]] = []
-    loss = workload.loss
-
-    def watching_loss(model: nn.Module, batch: dict, draws: dict) -> Tensor:
-        if seen is not None:
-            seen.append((batch, draws))
-        return loss(model, batch, draws)
-
+    keep = lambda parameters: gradients.append(copied([p.grad for p in parameters]))
     with (
-        mock.patch.object(workload, "loss", watching_loss),
-        watched_clips(gradients),
+        watching(workload, keep, [] if seen is None else seen),
         Trainer(workload, recipe, on_model=perturbed, dataset=encoded_once(workload)) as running,
     ):
         before = copied(running.parameters)
@@ -127,7 +95,8 @@ def train(
         }
 
 
-def copied(parameters: list[nn.Parameter]) -> list[Tensor]:
+def copied(parameters: list[Tensor]) -> list[Tensor]:
+    """Whole, where they are cut among ranks."""
     return [tensor.clone() for tensor in distributed.whole_parameters(parameters)]
 
 

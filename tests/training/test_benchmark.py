@@ -14,7 +14,7 @@ from torch import nn
 from labutils.profiling.roofline import Roofline
 from labutils.recipe import Recipe
 from labutils.results.records import Results, summarise
-from labutils.training import Benchmark, Trainer, benchmark, compare, train, trainer
+from labutils.training import Benchmark, Trainer, benchmark, train, trainer
 
 QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
 
@@ -151,9 +151,19 @@ def test_one_that_fails_gives_its_memory_back_and_does_not_stop_the_others(
 
 def test_a_loss_that_is_not_finite_fails_its_run_and_no_other(workload):
     recipes = {"wild": QUICK.but(learning_rate=1e30), "tame": QUICK}
-    runs = compare(workload, recipes, steps=1, rounds=1, warmup=1)
+    with Benchmark(workload, warmup=1) as bench:
+        runs = bench.compare(recipes, steps=1, rounds=1)
     assert "NotFinite" in runs["wild"].status and "step 2" in runs["wild"].status
     assert runs["tame"].ok and runs["wild"].metrics == {}
+
+
+def test_a_compiled_recipe_is_skipped_where_nothing_would_be_compiled(workload, monkeypatch):
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    recipes = {"compiled": QUICK.but(compile="default"), "eager": QUICK}
+    with Benchmark(workload, warmup=1) as bench:
+        runs = bench.compare(recipes, steps=1, rounds=1)
+    assert runs["compiled"].status.startswith("skipped: TORCHDYNAMO_DISABLE is set")
+    assert runs["eager"].ok
 
 
 def test_ctrl_c_is_not_a_status(workload, monkeypatch):

@@ -110,16 +110,15 @@ EAGER_FSDP = {"parallel": "fsdp", "driver": "eager", "precision": "bf16"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "ranks", "examples", "told"),
+    ("changes", "told"),
     [
-        ({"accumulation": 3}, 2, 100, "Use accumulation=2 or 4"),
-        ({"micro_batch": 2}, 4, 7, "the dataset has 7"),
-        ({"driver": "graph", "logging": "ring-buffer"}, 2, 100, "driver='eager'"),
-        (EAGER_FSDP | {"adapter": "folded"}, 2, 100, "Use adapter='none' or"),
-        (EAGER_FSDP | {"compile": "default"}, 2, 100, "compile_scope='blocks'"),
+        ({"accumulation": 3}, "Use accumulation=2 or 4"),
+        ({"driver": "accelerate"}, "driver='eager'"),
+        (EAGER_FSDP | {"adapter": "folded"}, "Use adapter='none' or"),
+        (EAGER_FSDP | {"compile": "default"}, "compile_scope='blocks'"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(changes, ranks, examples, told):
+def test_what_ranks_cannot_share_is_refused(changes, told):
     with pytest.raises(ValueError, match=told):
-        distributed.check(STOCK.but(**changes), ranks, examples)
-    distributed.check(STOCK.but(**changes), 1, 1)  # one process has nothing to share
+        distributed.check(STOCK.but(**changes), 2)
+    distributed.check(STOCK.but(**changes), 1)  # one process has nothing to share

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes_at_work import PLAIN, one_thread, sd_workload
+from recipes_at_work import PLAIN, sd_workload
 
 import labutils
 from labutils.training import Benchmark, benchmark
@@ -17,6 +17,7 @@ QUICK = PLAIN.but(cache="latents+text", logging="ring-buffer")
 FRAMES = 5
 
 
+@pytest.mark.usefixtures("single_thread")
 @pytest.mark.parametrize("driver", ["accelerate", "eager"])
 def test_five_frames_from_compare_to_backward(driver, monkeypatch):
     monkeypatch.setattr(benchmark, "probe_machine", lambda *items: None)
@@ -27,7 +28,7 @@ def test_five_frames_from_compare_to_backward(driver, monkeypatch):
         depths.append([f"{Path(frame.filename).name}:{frame.function}" for frame in stack])
         backward(self, *args, **options)
 
-    with one_thread(), Benchmark(sd_workload(), warmup=0) as bench:
+    with Benchmark(sd_workload(), warmup=0) as bench:
         bench.prepare({"it": QUICK.but(driver=driver)})
         candidate = bench.candidates["it"]
         candidate.settle = candidate.report = lambda *args: None

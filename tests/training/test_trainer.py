@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from recipes_at_work import PLAIN, copied, sd_workload
+from recipes_at_work import PLAIN, adapter_state, copied, sd_workload
 
 from labutils.data.loader import EpochOrder, EveryNth
-from labutils.layers.lora import adapter_state
 from labutils.recipe import STOCK
 from labutils.training import Trainer
 from labutils.training.batches import Batches
-from labutils.training.step import GraphStep
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -29,7 +25,7 @@ def workload():
 @pytest.mark.parametrize("recipe", [STOCK, PLAIN.but(num_workers=2)])
 def test_batches_go_through_epoch_after_epoch_in_the_seeds_order(recipe, workload, monkeypatch):
     monkeypatch.setattr(workload, "epoch_length", 18)
-    recipe = recipe.but(micro_batch=4, cache="latents", seed=5)
+    recipe = recipe.but(micro_batch=4, cache="latents+text", seed=5)
     with Trainer(workload, recipe) as trainer:
         known = trainer.dataset.tensors["moments"]
         taken = [next(trainer.batches) for _ in range(9)]
@@ -86,10 +82,3 @@ def test_training_leaves_the_frozen_weights_alone(workload):
         assert all(torch.equal(now, then) for now, then in frozen)
         after = adapter_state(trainer.model.unet)
         assert not any(torch.equal(after[name], before[name]) for name in before if "_B" in name)
-
-
-def test_the_graph_driver_needs_the_fused_optimizer(workload):
-    with Trainer(workload, PLAIN) as trainer:
-        recipe = PLAIN.but(driver="graph", logging="ring-buffer")
-        with pytest.raises(ValueError, match="adamw-fused"):
-            GraphStep(dataclasses.replace(trainer.driver.context, recipe=recipe))

@@ -13,7 +13,6 @@ What each kind holds for a weight of n parameters, and multiplies with:
   Engine as in article A2. Each pass makes an FP8 copy of the weight and that copy's transpose.
 - nf4: 0.52 n bytes, unpacked to the compute dtype before each product (QLoRA), by bitsandbytes.
 - nf4-frozen: the same bytes, unpacked by operations that a compiler sees (`nf4_linear`).
-- nf4-fp8: the same bytes, unpacked to FP8 with a scale a row, and multiplied as fp8-frozen does.
 
 A library or GPU that isn't there raises `labutils.recipe.Unavailable`, before anything is changed.
 """
@@ -32,26 +31,16 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from labutils.layers.quantization.fp8_linear import MULTIPLE, FrozenFP8Linear, check_weight
-from labutils.layers.quantization.nf4_linear import FrozenNF4FP8Linear, FrozenNF4Linear
+from labutils.layers.quantization.fp8_linear import MULTIPLE, FrozenFP8Linear
+from labutils.layers.quantization.nf4_linear import FrozenNF4Linear
 from labutils.recipe import Unavailable, check_choice
 
-BYTES_READ = {
-    "fp8-frozen": 1.0,
-    "fp8-te": 1.0,
-    "nf4": 0.516,
-    "nf4-frozen": 0.516,
-    "nf4-fp8": 0.516,
-}
+BYTES_READ = {"fp8-frozen": 1.0, "fp8-te": 1.0, "nf4": 0.516, "nf4-frozen": 0.516}
 """Kind -> bytes of a converted weight, constants included, that a pass must read; others have the
 model's own.
 """
 
-PRODUCTS = {
-    "fp8-frozen": "fp8_rowwise",
-    "nf4-fp8": "fp8_rowwise",
-    "fp8-te": "fp8",
-}
+PRODUCTS = {"fp8-frozen": "fp8_rowwise", "fp8-te": "fp8"}
 """Kind -> what its products are multiplied as, where that isn't the recipe's precision
 (`profiling.measured_rates.RATES`).
 """
@@ -77,41 +66,27 @@ def frozen_linears(model: nn.Module, skip: Iterable[str] = ()) -> list[str]:
 
 def convert_base(
     model: nn.Module, names: Iterable[str], kind: str, compute_dtype: torch.dtype = torch.bfloat16
-) -> list[str]:
+) -> None:
     """Put layers of `kind` in the place of the frozen nn.Linear layers called `names`, in place;
-    returns their names.
+    adapters around them stay what they are.
 
-    A name may be an adapted layer's: its base is then meant. So adapters of kind "peft" and "plain"
-    stay what they are. `compute_dtype` is what "nf4" multiplies in and "fp8-te" keeps weights in.
-    Layer after layer is converted and its old weight let go, so that no more than one is held
-    twice; what others hold (another model around the same weights) stays in memory. "fp8-te" keeps
-    the old weights by design.
+    `compute_dtype` is what "nf4" multiplies in and "fp8-te" keeps weights in. Layer after layer is
+    converted and its old weight let go, so that no more than one is held twice; what others hold
+    (another model around the same weights) stays in memory. "fp8-te" keeps the old weights by
+    design.
 
-    Raises `Unavailable` where a library or the GPU is missing, `ValueError` for a kind or layer
-    that doesn't go, `AttributeError` for a name of no layer; nothing is changed then.
+    Raises `Unavailable` where a library or the GPU is missing, before anything is changed;
+    `ValueError` for an unknown kind, or a layer that doesn't go.
     """
     if kind == "published":
-        return []
+        return
     check_choice("kind", kind, tuple(MAKERS))
-    places = []
-    for name in dict.fromkeys(names):
-        adapted = hasattr(model.get_submodule(name), "base_layer")
-        places.append(f"{name}.base_layer" if adapted else name)
-    for place in places:
-        layer = model.get_submodule(place)
-        if type(layer) is not nn.Linear:
-            raise ValueError(f"{place!r} is a {type(layer).__name__}, no plain nn.Linear.")
-        try:
-            check_weight(layer.weight, layer.bias)
-        except ValueError as error:
-            raise ValueError(f"{place!r} can't be converted. {error}") from None
     make = MAKERS[kind](compute_dtype)
-    for place in places:
-        linear = model.get_submodule(place)
-        model.set_submodule(place, make(linear).train(linear.training))
+    for name in names:
+        linear = model.get_submodule(name)
+        model.set_submodule(name, make(linear).train(linear.training))
         del linear
     gc.collect()
-    return places
 
 
 def forward_context(kind: str) -> AbstractContextManager:
@@ -200,7 +175,6 @@ MAKERS: dict[str, Callable[[torch.dtype], Make]] = {
     "fp8-te": _transformer_engine,
     "nf4": _bitsandbytes,
     "nf4-frozen": lambda compute_dtype: FrozenNF4Linear.from_linear,
-    "nf4-fp8": lambda compute_dtype: FrozenNF4FP8Linear.from_linear,
 }
 """Kind -> compute dtype -> what makes one such layer of a frozen nn.Linear."""
 

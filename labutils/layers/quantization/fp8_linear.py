@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +75,7 @@ class FrozenLinear(nn.Module):
             raise ValueError(
                 f"The input is {tuple(x.shape)}; this layer takes (..., {self.in_features})."
             )
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = self.product(x)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -117,16 +116,6 @@ class FrozenFP8Linear(FrozenLinear):
     def restored(self) -> Tensor:
         return self.weight.float() * self.scale
 
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *more: Any) -> None:
-        """Refuse a 16-bit weight: loading would cast it without a scale, and say nothing."""
-        there = state.get(f"{prefix}weight")
-        if there is not None and there.dtype != E4M3.dtype:
-            raise ValueError(
-                f"{prefix}weight is {there.dtype}, and this frozen layer holds {E4M3.dtype}. Load "
-                "the state into the model before convert_base."
-            )
-        super()._load_from_state_dict(state, prefix, *more)
-
 
 def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
     """Raise `ValueError` where a linear layer's weight [out, in] and bias [out] can't become a
@@ -143,7 +132,7 @@ def check_weight(weight: Tensor, bias: Tensor | None = None) -> None:
             f"bits: it takes a matrix of floating-point numbers, both sides multiples of "
             f"{MULTIPLE}. Leave it out: frozen_linears(model) lists those that go."
         )
-    if not weight.is_meta and not weight.float().isfinite().all():
+    if not weight.float().isfinite().all():
         raise ValueError("This weight holds NaN or infinity. Check where it was loaded.")
 
 

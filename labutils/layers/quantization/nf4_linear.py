@@ -1,20 +1,20 @@
 """Frozen linear layers whose weight is stored as QLoRA stores it, in operations that a compiler
 sees through.
 
-The bytes are bitsandbytes' own: NF4 codes two a byte, a constant a block of 64 in 8 bits, a
-constant of those a group of 256, and their mean: 0.516 bytes a parameter. What differs from its
-Linear4bit is how they are used. There, unpacking is a kernel of the library, called with an object
-that holds the constants: nothing that torch.compile could look into. Here it is two table look-ups
-and two products written in PyTorch, which the compiler turns into one kernel.
+bitsandbytes makes the bytes: NF4 codes two a byte, a constant a block of 64 in 8 bits, a constant
+of those a group of 256, and their mean: 0.516 bytes a parameter. What differs from its Linear4bit
+is how they are used. There, unpacking is a kernel of the library, called with an object that holds
+the constants: nothing that torch.compile could look into. Here it is two table look-ups and two
+products written in PyTorch, which the compiler turns into one kernel.
 
     y = x W^T        W is unpacked to x's dtype, multiplied with, and let go
     dX = dY W        W is unpacked once more: between the two nothing is kept but the packed bytes
 
 Each unpacking reads half a byte a parameter, writes two, and the product reads them again, against
-2 rows FLOP a parameter. `FrozenNF4FP8Linear` unpacks to E4M3 with one scale a row and multiplies as
-`labutils.layers.quantization.fp8_linear` does: one byte is written instead of two, and the tensor
-cores run at twice the rate. NF4 costs 9 % of a product's norm, and rounding both factors to FP8
-another 3.7 %, together 10 % (tests/equivalence/test_frozen_linears).
+2 rows FLOP a parameter. NF4 costs 9 % of a product's norm (tests/equivalence/test_frozen_linears).
+
+NF4: Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs". The 8-bit format of the
+constants: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization".
 """
 
 from __future__ import annotations
@@ -26,21 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from labutils.layers.quantization.fp8_linear import (
-    FrozenLinear,
-    product_kind,
-    quantise_rows,
-    scaled_product,
-)
-from labutils.layers.quantization.fp8_math import E4M3
-from labutils.layers.quantization.nf4_math import (
-    BLOCK,
-    double_quantise,
-    dynamic_levels,
-    nf4_levels,
-    quantise_nf4,
-    unpack,
-)
+from labutils.layers.quantization.fp8_linear import FrozenLinear
+
+BLOCK = 64
+"""Neighbours (in the flattened weight) that share one constant."""
+GROUP = 256
+"""Constants that share one constant of their own."""
 
 
 class Tables(NamedTuple):
@@ -70,8 +61,11 @@ class Packed(NamedTuple):
 @functools.cache
 def tables_on(device: torch.device) -> Tables:
     """The tables, once for all layers on a device."""
-    codes = unpack(torch.arange(256, dtype=torch.uint8, device="cpu")).view(256, 2)
-    return Tables(nf4_levels()[codes.int()].to(device), dynamic_levels().to(device))
+    from bitsandbytes import functional as bnb
+
+    byte, levels = torch.arange(256), bnb.get_4bit_type("nf4", device="cpu")
+    pairs = levels[torch.stack([byte >> 4, byte & 0b1111], dim=1)]
+    return Tables(pairs.to(device), bnb.create_dynamic_map().to(device))
 
 
 def unpacked(w: Packed) -> Tensor:
@@ -87,14 +81,17 @@ class FrozenNF4Linear(FrozenLinear):
     kept = ("scales", "offset")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        from bitsandbytes.functional import quantize_4bit
+
         super().__init__(weight, bias)
         torch.compiler.allow_in_graph(_unpacked_product)
-        nf4 = quantise_nf4(weight)
-        doubled = double_quantise(nf4.absmax)
-        self.weight = nn.Parameter(nf4.packed.view(self.out_features, -1), requires_grad=False)
-        self.register_buffer("constants", doubled.differences.codes)
-        self.register_buffer("scales", doubled.differences.absmax)
-        self.register_buffer("offset", doubled.offset)
+        how = {"quant_type": "nf4", "blocksize": BLOCK, "compress_statistics": True}
+        codes, state = quantize_4bit(weight.detach().contiguous(), **how)
+        self.weight = nn.Parameter(codes.view(self.out_features, -1), requires_grad=False)
+        filled_up = F.pad(state.absmax, (0, -len(state.absmax) % GROUP))
+        self.register_buffer("constants", filled_up.view(-1, GROUP))
+        self.register_buffer("scales", state.state2.absmax)
+        self.register_buffer("offset", state.offset)
         self.place(weight.device)
 
     def place(self, device: torch.device) -> None:
@@ -109,26 +106,6 @@ class FrozenNF4Linear(FrozenLinear):
 
     def restored(self) -> Tensor:
         return unpacked(self.packed()).view(self.out_features, self.in_features)
-
-
-class FrozenNF4FP8Linear(FrozenNF4Linear):
-    """The same, multiplied in FP8: W unpacked to E4M3 with one scale a row, x's rows quantised as
-    they come. A row's largest magnitude is taken once, when the layer is made: `row_scale` [out, 1]
-    in float32."""
-
-    kept = ("scales", "offset", "row_scale")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
-        torch.compiler.allow_in_graph(_unpacked_fp8_product)
-        self.register_buffer("row_scale", quantise_rows(self.restored())[1])
-
-    def place(self, device: torch.device) -> None:
-        super().place(device)
-        self.kind = product_kind(device)
-
-    def product(self, x: Tensor) -> Tensor:
-        return _unpacked_fp8_product(x, self.row_scale, self.kind, *self.packed())
 
 
 class _UnpackedProduct(torch.autograd.Function):
@@ -155,34 +132,3 @@ def _unpacked_product(x: Tensor, *packed: Any) -> Tensor:
     back end: taken apart by the front end (PyTorch 2.11), its product would no longer be known as
     one that a checkpoint computes again, and what it gives would be kept."""
     return _UnpackedProduct.apply(x, *packed)
-
-
-class _UnpackedFP8Product(torch.autograd.Function):
-    """The same on FP8 tensor cores; the scales of W's rows go into dY before it is quantised, as
-    in `fp8_linear`."""
-
-    @staticmethod
-    def forward(
-        ctx, x: Tensor, row_scale: Tensor, kind: str, codes: Tensor, *others: Any
-    ) -> Tensor:
-        *constants, ctx.tables = others
-        ctx.save_for_backward(row_scale, codes, *constants)
-        ctx.kind = kind
-        weight = unpacked(Packed(codes, *others)).view(-1, x.shape[-1])
-        return scaled_product(x, (weight / row_scale).to(E4M3.dtype), row_scale.t(), kind, x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        row_scale, codes, *constants = ctx.saved_tensors
-        weight = unpacked(Packed(codes.view(-1), *constants, ctx.tables)).view(dy.shape[-1], -1)
-        transposed = (weight / row_scale).to(E4M3.dtype).t().contiguous()
-        ones = torch.ones_like(transposed[:, 0], dtype=torch.float32)[None]
-        scaled = dy * row_scale.t()  # in float32, as the scale is
-        return scaled_product(scaled, transposed, ones, ctx.kind, dy.dtype), *(None,) * 7
-
-
-def _unpacked_fp8_product(x: Tensor, row_scale: Tensor, kind: str, *packed: Any) -> Tensor:
-    """The function above, passed on by the compiler's front end as it is and taken apart by its
-    back end: the front end (PyTorch 2.13) fails on several such layers in one block of any length.
-    """
-    return _UnpackedFP8Product.apply(x, row_scale, kind, *packed)

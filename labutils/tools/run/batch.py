@@ -63,8 +63,8 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
 
 
 class _Stop:
-    """Ctrl-C, SIGTERM and SIGHUP end the `kernel` that runs and are remembered as `asked`. Under
-    nohup a terminal that closes (SIGHUP) stays ignored.
+    """Ctrl-C, SIGTERM and SIGHUP stop the `kernel` that runs, a second one at once, and are
+    remembered as `asked`. Under nohup a terminal that closes (SIGHUP) stays ignored.
     """
 
     def __init__(self) -> None:
@@ -82,9 +82,9 @@ class _Stop:
             signal.signal(number, handler)
 
     def _end(self, *_: object) -> None:
-        self.asked = True
         if self.kernel:
-            self.kernel.end("stopped")
+            (self.kernel.end if self.asked else self.kernel.stop)("stopped")
+        self.asked = True
 
 
 def is_done(lab: Lab, values: Mapping[str, Any], output: Path) -> bool:

@@ -20,6 +20,8 @@ from labutils.results import records
 from labutils.tools.run.arguments import Lab, short
 from labutils.training.child_process import end_marked
 
+GRACE_S = 5.0
+"""How long a lab that is stopped may take to remove its temporary files, as unsloth's weights."""
 MARK = "LABUTILS_KERNEL"
 """A kernel and all that it starts have its mark in their environment under this name."""
 
@@ -63,6 +65,16 @@ class Kernel:
         self._process: Any = None
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self._sockets = tempfile.TemporaryDirectory(prefix="labutils-")
+
+    def stop(self, because: str) -> None:
+        """Interrupt the cell that runs, and end the process soon if that does not."""
+        if self._process is None:
+            return self.end(because)
+        self.ended_because = self.ended_because or because
+        self._process.send_signal(signal.SIGINT)
+        late = threading.Timer(GRACE_S, self.end, [because])
+        late.daemon = True
+        late.start()
 
     def end(self, because: str) -> None:
         """End the process, then all that it started. One that is about to start ends at once."""
@@ -130,7 +142,7 @@ def run_lab(
     `output`, cell by cell, and replaces an earlier one at the end."""
     part = part_of(output)
     start = time.monotonic()
-    clock = threading.Timer(limit_s, kernel.end, args=["timed out"])
+    clock = threading.Timer(limit_s, kernel.stop, args=["timed out"])
     clock.daemon = True
     with contextlib.closing(kernel):
         clock.start()

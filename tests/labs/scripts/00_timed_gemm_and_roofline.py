@@ -37,10 +37,6 @@ def rates(n, count):
     return flops, 2 * buffer.nbytes / (time_ms(buffer.neg_) / 1e3)
 
 
-def floor_ms(flops, moved, rate, bandwidth):
-    return 1e3 * max(flops / rate, moved / bandwidth)
-
-
 rate, bandwidth = rates(8192, 2**28) if device == "cuda" else rates(768, 2**24)
 ridge = rate / bandwidth
 print(f"{rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e9:.0f} GB/s, ridge {ridge:.1f} FLOP/byte")
@@ -48,29 +44,19 @@ print(f"{rate / 1e12:.3g} TFLOP/s, {bandwidth / 1e9:.0f} GB/s, ridge {ridge:.1f}
 tokens, width = (4096, 4096) if device == "cuda" else (512, 768)
 x = torch.randn(tokens, width, device=device, dtype=dtype)
 weight = torch.randn(width, width, device=device, dtype=dtype)
-size = dtype.itemsize
-work = {
-    "projection": (
-        lambda: F.linear(x, weight),
-        2 * tokens * width**2,
-        (2 * tokens * width + width**2) * size,
-    ),
-    "SiLU": (lambda: F.silu(x), 4 * tokens * width, 2 * tokens * width * size),
-}
-for name, (call, flops, moved) in work.items():
-    floor, ms = floor_ms(flops, moved, rate, bandwidth), time_ms(call)
-    limit = "memory" if flops / moved < ridge else "arithmetic"
-    print(f"{name}: {flops / moved:.1f} FLOP/byte, {limit}; floor {floor:.3f}, took {ms:.3f} ms")
-    if name == "projection":  # as good as the product that gave the rate, but for noise
-        assert limit == "arithmetic" and 0.3 * floor < ms < 10 * floor, (floor, ms)
+flops, moved = 2 * tokens * width**2, (2 * tokens * width + width**2) * dtype.itemsize
+floor, ms = 1e3 * max(flops / rate, moved / bandwidth), time_ms(lambda: F.linear(x, weight))
+print(f"projection: {flops / moved:.1f} FLOP/byte, floor {floor:.3f}, took {ms:.3f} ms")
+assert ridge < flops / moved, "arithmetic is the limit of this product"
+assert 0.3 * floor < ms < 10 * floor, (floor, ms)  # as good as the one that gave the rate
 
 # The count is right: FLOPs as PyTorch's own counter sees them, bytes as the tensors have them.
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 with FlopCounterMode(display=False) as counter:
     y = F.linear(x, weight)
-assert counter.get_total_flops() == work["projection"][1]
-assert x.nbytes + weight.nbytes + y.nbytes == work["projection"][2]
+assert counter.get_total_flops() == flops
+assert x.nbytes + weight.nbytes + y.nbytes == moved
 # And so is the clock: it finds the length of something known.
 if device == "cpu":
     slept = time_ms(lambda: time.sleep(0.01), repeats=5)

@@ -70,7 +70,4 @@ assert losses[-1] < 0.9 * losses[0], losses
 assert torch.equal(model[0].base.weight, plain[0].weight)  # the pretrained weights are untouched
 expected = model(x)
 torch.testing.assert_close(merge(model)(x), expected, rtol=1e-4, atol=1e-5)
-assert not any(isinstance(layer, LoRA) for layer in model.modules())
-print(
-    f"loss {losses[0]:.3f} to {losses[-1]:.3f}, {sum(p.numel() for p in trained)} numbers trained"
-)
+print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}")

@@ -15,7 +15,6 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.SiLU(), nn.Flatten(), nn.LazyLinear(1)).to(device)
 model(torch.zeros(1, 3, 16, 16, device=device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scaler = torch.amp.GradScaler(device, enabled=device == "cuda")
 waited = []
 
 
@@ -30,16 +29,14 @@ def optimizer_step():
     for _ in range(4):
         with record_function("data"):
             image = read_image().to(device)
-        with record_function("forward"), torch.autocast(device, enabled=scaler.is_enabled()):
+        with record_function("forward"):
             loss = model(image).square().mean()
         with record_function("backward"):
-            scaler.scale(loss / 4).backward()
+            (loss / 4).backward()
     with record_function("clip"):
-        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(list(model.parameters()), 1.0)
     with record_function("optimizer"):
-        scaler.step(optimizer)
-        scaler.update()
+        optimizer.step()
         optimizer.zero_grad()
 
 
@@ -67,8 +64,6 @@ assert count["step"] == 3, "the schedule records three steps"
 assert count["data"] == count["forward"] == 12 and count["clip"] == 3
 by_the_clock = sum(waited[-12:])
 assert abs(took["data"] - by_the_clock) < 0.15 * by_the_clock, "the trace agrees with the clock"
-phases = sum(ms for name, ms in took.items() if name in ("data", "forward", "backward", "clip"))
-assert phases < took["step"]
 assert took["data"] > 0.3 * took["step"], "the loop waits for its images, and the trace says so"
 for name, ms in took.most_common(5):
     print(f"{name:10} {ms / 3:6.2f} ms a step, profiled")
