@@ -4,7 +4,6 @@
 
 local MARKDOWN = 'commonmark-raw_html+pipe_tables+tex_math_dollars+strikeout+autolink_bare_uris'
 local DOTS_PER_INCH, TEXT_WIDTH = 120, 6.85 -- of figures; inches between page.typ's margins
-local TALL = 900 -- dots of a figure that leaves no room for text beside it on a page
 local LETTERS_TOGETHER = 900 -- of a table that is small enough to stay on one page
 local LETTERS_ABREAST = 115 -- of a table's columns, that fit between the margins
 local for_typst = FORMAT == 'typst'
@@ -23,9 +22,7 @@ local function output(div)
     end
     blocks = pandoc.read(first.text .. '\n', MARKDOWN).blocks
   elseif first and first.t == 'Para' and first.content[1].t == 'Image' then
-    local _, data = pandoc.mediabag.lookup(first.content[1].src)
-    local tall = data and data:find '^.PNG' and string.unpack('>I4', data, 21) > TALL
-    return part(tall and 'tall-figure' or 'figure', blocks)
+    return part('figure', blocks)
   end
   return part('output', blocks)
 end
