@@ -9,7 +9,10 @@ from ~/.jupyter, which stays as it is.
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
+from ipykernel.ipkernel import IPythonKernel
+from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 from jupyterlab_server.workspaces_handler import WorkspacesManager
 
 from labutils.profiling import machine
@@ -43,10 +46,24 @@ def lay_out() -> None:
         )
 
 
-def leave_no_trace_of_opening(model: dict, **_: object) -> None:
-    """Take out of a notebook what the kernel's Python is: else one that was merely opened would
-    count as changed.
+class Notebooks(AsyncLargeFileManager):
+    """Files as Jupyter keeps them; but a notebook that was merely opened counts as unchanged.
+
+    JupyterLab writes into each notebook that it opens which Python its kernel has. Here it finds
+    that written already, and in a file it is never kept.
     """
+
+    async def get(self, *args: Any, **options: Any) -> dict:
+        model = await super().get(*args, **options)
+        if model["type"] == "notebook" and model["content"]:
+            metadata = model["content"]["metadata"]
+            if metadata.get("kernelspec", {}).get("name") == "python3":
+                metadata["language_info"] = IPythonKernel.language_info
+        return model
+
+
+def leave_no_trace_of_opening(model: dict, **_: object) -> None:
+    """Take out of a notebook that is saved what `Notebooks` or JupyterLab put in."""
     if model["type"] == "notebook":
         model["content"]["metadata"].pop("language_info", None)
 
@@ -77,9 +94,12 @@ c.LabApp.workspaces_dir = str(KEPT / "workspaces")
 c.LabApp.user_settings_dir = str(
     KEPT / "settings"
 )  # jupyterlab-execute-time sets one of its own accord at each start
+c.LabApp.custom_css = True
+c.ServerApp.tornado_settings.update({"static_custom_path": [str(HERE / "custom")]})
 c.LabApp.default_url = f"/lab/workspaces/{WORKSPACE}"
 # The labs come first: their text halves, their solutions and the optional page are out of sight.
 c.ContentsManager.hide_globs = ["__pycache__", "*.pyc", "*~", "py", "solutions", "optional"]
+c.ServerApp.contents_manager_class = Notebooks
 c.FileContentsManager.pre_save_hook = leave_no_trace_of_opening
 warnings.filterwarnings(
     "ignore", message="Overriding existing pre_save_hook"

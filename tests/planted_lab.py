@@ -54,6 +54,9 @@ It costs \$5 or $W' = W + BA$, see [lab 43](43_other.ipynb), [lab 42](42_planted
 [a paper](https://example.org/paper).
 - a list without a blank line before
 
+The sum is
+448. That is a sentence's end, and no list.
+
 $$\sqrt{\sum_{i>r} \sigma_i^2} \quad \frac{\alpha}{r} \lVert x \rVert$$
 """
 PRINTED = """\

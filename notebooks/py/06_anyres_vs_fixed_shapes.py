@@ -18,10 +18,10 @@
 # %% [markdown]
 # # Lab 06 · AnyRes or fixed shapes
 #
-# Article A2 trains LLaVA-NeXT, which reads images and text, and tries on it what helps language models: FP8, `torch.compile`,
-# QLoRA. Each gains less than hoped. Then it forces all images to one size, and a step takes half the time. Its explanation is
-# *AnyRes*: images of other shapes become other numbers of tokens, and the compiler starts over. But small squares are also
-# fewer tokens. You take the two apart, and then have both: any shape, and fast.
+# Article A2 trains LLaVA-NeXT, which reads images and text. The article tries what helps language models: FP8, `torch.compile`,
+# QLoRA. Each gains less than the authors hoped. Then it forces all images to one size, and a step takes half the time. Its
+# explanation is *AnyRes*: images of other shapes become other numbers of tokens, and the compiler starts over. But small
+# squares are also fewer tokens. You take the two causes apart. Then you train fast on images of any shape.
 #
 # **After this lab you can**
 # - count an image's tokens, and write a collator for a multimodal model;
@@ -106,9 +106,9 @@ geometry = SIZES["full"].geometry  # the article's model's, at any scale
 # **Question.** How many tokens is a photograph of 500 × 500? And one of 336 × 336, the size with which the article means to
 # bypass AnyRes?
 #
-# **Technique.** The vision tower reads *tiles* of 336 × 336 pixels, and makes 24 × 24 tokens of each. AnyRes shows it every image
-# twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens of padding are dropped. Each line of the
-# grid ends with a newline token.
+# **Technique.** The vision tower reads *tiles* of 336 × 336 pixels, and makes 24 × 24 tokens of each. AnyRes shows the tower
+# every image twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens of padding are dropped.
+# Each line of the grid ends with a newline token.
 
 # %%
 TILE, SIDE = 336, 24  # a tile's pixels, and tokens, along a side
@@ -200,7 +200,7 @@ def collate(examples, length=None):
 
 
 # %% [markdown]
-# **Your prediction:** which share of a *fixed* batch's tokens is useful, so no padding? Count 14 tokens of text.
+# **Your prediction:** which share of a *fixed* batch's tokens is useful, that is, no padding? Count 14 tokens of text.
 
 # %%
 my_useful: float | None = None  # for example 80
@@ -234,10 +234,10 @@ assert torch.equal(ours["labels"][0], course["labels"])
 #
 # **Question.** Five methods, six batch sizes. Which saves time, which saves memory?
 #
-# *fp8-te* is the article's FP8, Transformer Engine's, in the frozen layers. *compile* compiles the blocks one by one, *fixed* does so on small squares.
-# *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing,
-# and has *eager-fixed* instead. All compute their blocks again in the backward pass. The article doesn't say so, but only then its
-# 16 GB hold 15 GB of weights.
+# *fp8-te* is the article's FP8, Transformer Engine's, in the frozen layers. *compile* compiles the blocks one by one, *fixed*
+# does so on small squares. *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and
+# *fixed* with FP8. A CPU compiles nothing, and has *eager-fixed* instead. All compute their blocks again in the backward pass.
+# The article doesn't say so, but 16 GB hold its 15 GB of weights in no other way.
 #
 # **Technique.** A line for memory: weights once, and something for each example. QLoRA saves weights. But PEFT's preparation turns
 # norms and embeddings into float32, so what flows from block to block has four bytes instead of two.
@@ -346,8 +346,8 @@ plt.show()
 # compiled anew, and its code then takes any. The third step, which brings it, is nearly all compiler, and here only Dynamo is at
 # work. Inductor behind it takes seconds. After 8 versions of a function PyTorch gives up.
 #
-# So why would a model recompile again and again? Because of code that asks. To put image tokens into their places, the published
-# model counts them on the device. A collator can say beforehand which image token belongs where.
+# So why would a model recompile again and again? Its code asks the device for sizes. To put image tokens into their places, the
+# published model counts them on the device. A collator can say beforehand which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -380,7 +380,8 @@ for merge, where in ways.items():
 torch.compiler.reset()
 
 # %% [markdown]
-# **Your prediction:** recompilations in the first steps on the article's images, published model compiled as a whole.
+# **Your prediction:** how many recompilations the first steps on the article's images take, with the published model compiled
+# as a whole.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -407,9 +408,9 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes can't
-# have kept the compiler from gaining more there. On varied images the published model goes on. With places from the collator and
-# compiled blocks that ends after two steps.
+# On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes
+# can't have kept the compiler from gaining more there. On varied images the published model goes on recompiling. With places
+# from the collator and compiled blocks that ends after two steps.
 #
 # **Takeaway.** Most recompilations come from code that asks for sizes. Change that code, and images may have any shape.
 
@@ -419,8 +420,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # **Question.** The article's step got 47 to 53 % shorter. Which part is due to constant shapes?
 #
 # **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. And small squares are less to
-# compute. Frozen weights: 2 FLOPs a token and weight forward, 2 backward. Attention: 12 a layer, channel and pair of tokens, half of
-# which is masked.
+# compute. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a
+# layer, channel and pair of tokens, half of which is masked.
 
 
 # %%
@@ -475,8 +476,8 @@ def sums(found):
 lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="methods")))
 
 # %% [markdown]
-# Compiling and fewer FLOPs explain 40 to 46 % of the article's 47 to 53. Seven points are left over: at most these can be due to
-# constant shapes. A negative rest points to a host that sets the pace, so that less work saves less time.
+# Compiling and fewer FLOPs explain 40 to 46 % of the article's 47 to 53. Seven points are left over. Constant shapes can
+# explain no more than these. A negative rest points to a host that sets the pace: there less work saves less time.
 #
 # For that rest there is an experiment of one change: images of varied shapes, compiled blocks, and rows either as long as they come
 # (*blocks compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. `any_shape` measures
@@ -516,7 +517,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     )
 
 # %% [markdown]
-# **Takeaway.** When two changes come together, compute what each must give, and make a run that makes only one.
+# **Takeaway.** When two changes come together, compute what each must give. Then make a run with only one of them.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -608,8 +609,8 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# Images a second grow as useful tokens do: no pixel was given up. A packed step holds several examples, so its gradient is that of a
-# larger batch. What FP8's rounding does to the loss is section 8's question.
+# Images a second grow as useful tokens do: no pixel was given up. A packed step holds several examples, so its gradient is that
+# of a larger batch. Section 8 asks what FP8's rounding does to the loss.
 #
 # **Takeaway.** No image had to change its shape. On our H200 the gain comes from tiles cut beside the training, a host that asks
 # nothing, compiled blocks, full rows and FP8 products.
@@ -826,7 +827,7 @@ my_spread: float | None = None  # for example 1
 lab.predict("spread of the loss over seeds", my_spread, "%")
 
 # %% [markdown]
-# A small model with random weights shows how to compare. What FP8 does to your model, only your model can show; `weights="hub"`
+# A small model with random weights shows how to compare. Only your own model can show what FP8 does to it. `weights="hub"`
 # takes the article's. *fp8-te-mixed* puts the sensitive layers back into BF16.
 
 
@@ -874,8 +875,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes. Does
 # that follow from its own numbers?
 #
-# **Technique.** A method's total time is a line over steps: its first step, and then so much each. The lowest line wins. It is
-# overtaken first by the line that it meets first.
+# **Technique.** A method's total time is a line over steps: its first step, and then so much each. The lowest line wins. The
+# line that it meets first is the first to overtake it.
 
 
 # %%

@@ -93,8 +93,8 @@ traces = lab.cache_dir / "traces" / "lab-07"
 #
 # **Question.** How are numbers held in 8 bits, and what does one large number do to all others?
 #
-# **Technique.** *Absmax* multiplies all numbers by one constant, so that the largest becomes 127, and rounds. Kept are the
-# *codes* and the constant. The article's example has four numbers.
+# **Technique.** *Absmax* multiplies all numbers by one constant, so that the largest becomes 127, and rounds. The *codes* and
+# the constant are kept. The article's example has four numbers.
 
 
 # %%
@@ -123,7 +123,7 @@ print(f"c = {c.item():.1f}, codes {codes.tolist()}, restored {restored.numpy().r
 
 # %% [markdown]
 # Take a million normally distributed weights, and make one of them an *outlier*. Quantise with one constant for all, and then
-# in *blocks*: a constant for each 64 neighbours. Whatever is smaller than half a step, absmax/254, becomes 0.
+# in *blocks*: a constant for each 64 neighbours. A number smaller than half a step, absmax/254, becomes 0.
 #
 # **Prediction.** The outlier is 100 standard deviations (*sigma*) large. With one constant, what share of the other codes is 0?
 
@@ -258,8 +258,9 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# The article calls NF4 optimal in the sense of information theory: that would be all codes equally often. They nearly are. The
-# difference comes from the blocks: each holds one number that is exactly 1 or −1, the spikes in the picture.
+# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They
+# nearly are. The difference comes from the blocks: each holds one number that is exactly 1 or −1, and these are the spikes in
+# the picture.
 #
 # **Takeaway.** Blocks nearly halve the error of 4 bits, quantiles take a seventh more, and double quantisation gives most of the
 # constants' bits back. A weight takes 4.127 bits.
@@ -308,8 +309,9 @@ print("norms:", block.input_layernorm.weight.dtype, "adapters:", layer.lora_A.de
 print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` does two things beside the 4 bits. It turns checkpointing on, and makes all other frozen
-# parameters float32: embedding, norms, head. So "QLoRA against LoRA" compares three changes. The course's loop trains the same layers:
+# `prepare_model_for_kbit_training` does two things beside the 4 bits. It turns checkpointing on, and turns all other frozen
+# parameters into float32: embedding, norms, head. So "QLoRA against LoRA" compares three changes. The course's loop trains the
+# same layers:
 
 
 # %%
@@ -405,7 +407,8 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 #
 # $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
 #
-# What $B$ does the kernel reach? Measure it on one large matrix. The host must launch it, too: measure what that takes.
+# Which $B$ does the kernel reach? Measure it on one large matrix. The host must launch the kernel, too. Measure what that
+# takes.
 
 
 # %%
@@ -455,9 +458,9 @@ my_bits: float | None = None  # for example 20
 lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
-# **Measurement.** Two recipes take the same packed rows, and differ in the format of the frozen weights alone (`lab07_qlora.PACKED`).
-# In a trace of the second one the kernels that restore weights can be summed up; and in one of lab 06's QLoRA, whose checkpoints use
-# each weight once more.
+# **Measurement.** Two recipes take the same packed rows, and differ in the format of the frozen weights alone
+# (`lab07_qlora.PACKED`). A trace of the second one gives the sum of the kernels that restore weights. So does a trace of lab
+# 06's QLoRA, whose checkpoints use each weight once more.
 
 # %%
 with Benchmark(texts["long"], same_batches=True) as bench:
@@ -494,8 +497,8 @@ lab.verdict("A3.qlora.cause")
 # percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. On the H200 that made
 # 85 ms, for 672 calls of such layers.
 #
-# A trap: between PEFT's own layers, 4 bits read as 6 % *faster*. Its LoRA layer for plain weights turns the input into float32 and
-# back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
+# There is a trap: with PEFT's own layers, 4 bits read as 6 % *faster*. Its LoRA layer for plain weights turns the input into
+# float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
 # **Takeaway.** Predict a format's cost from its bytes. If a step takes longer than that, look at the launches.
 
@@ -541,8 +544,9 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# One input a block, and nothing else. These copies stop the GPU. The course's `Parking` (`labutils/layers/activation_checkpoint.py`)
-# has page-locked memory and a stream of its own, and fetches a tensor while the block behind it is computed.
+# A block keeps one input, and nothing else. These copies stop the GPU. The course's `Parking`
+# (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor while the
+# block behind it is computed.
 #
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
@@ -565,7 +569,7 @@ lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 # little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the loss chunk by
 # chunk.
 #
-# **Takeaway.** Before you call a format slow or small, change it alone.
+# **Takeaway.** Change the format alone before you call it slow or small.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -635,7 +639,7 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# PyTorch multiplies as the code is written, and PEFT writes thin first, too.
+# PyTorch multiplies in the order of the code. PEFT's code takes the thin matrices first, too.
 #
 # **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads, section 7's
 # recipes are compiled here. Its steps wait until that is done.
@@ -660,8 +664,8 @@ lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("q
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
-# **Takeaway.** On long texts unsloth is worth a factor of two in time and three in memory, against the usual QLoRA. Which of its parts
-# brings that is not measured here.
+# **Takeaway.** On long texts unsloth is worth a factor of two in time and three in memory, against the usual QLoRA. This lab
+# doesn't measure which of its parts brings that.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -742,8 +746,8 @@ if rival and rival.ok and ours.ok:
 #
 # **Question.** The article had to stop at batch 2 for the 32B with LoRA and QLoRA, in 96 GB. What does batch 4 take?
 #
-# **Prediction.** Weights alone: $32.8 \cdot 10^9$ parameters in 16 bits; or $31.2 \cdot 10^9$ in 4.127 bits, embedding and head in float32.
-# How many GB does QLoRA peak at?
+# **Prediction.** Weights alone are $32.8 \cdot 10^9$ parameters in 16 bits. QLoRA holds $31.2 \cdot 10^9$ of them in 4.127
+# bits, and embedding and head in float32. How many GB does QLoRA peak at?
 
 # %%
 print(f"16 bits: {2 * 32.76:.1f} GB; 4 bits: {31.21 * 4.127 / 8 + 4 * 1.556:.1f} GB")
@@ -762,7 +766,7 @@ lab.show(larger, columns, experiment="qwen3-32b")
 # Both checkpoint their blocks. The difference in memory is the weights' format, and what the casts give back of it. At `tiny` and `small`
 # the model is the small Qwen3.
 #
-# **Takeaway.** Weights are a constant. What grows with the batch are logits and checkpoints, and 4 bits don't touch those.
+# **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
 
 # %% [markdown]
 # ## 9 · A bare title
@@ -848,8 +852,8 @@ print(
 )
 
 # %% [markdown]
-# The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not always
-# right, with an adapter or without: reading was learnt before. How a pretrained model answers, random weights can't say.
+# The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not
+# always right, with an adapter or without: reading was learnt before. Random weights can't say how a pretrained model answers.
 #
 # **Takeaway.** A style is cheap: a hundred steps and half a percent of the bytes. To change the task, change the adapter.
 

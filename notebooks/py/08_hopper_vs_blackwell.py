@@ -22,8 +22,8 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article
 # looked inside and found the H100 idle. Its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You have one card, or none. So you write a model of ten lines that predicts a step beside any host, on any card. You test
-# it on steps that it has not seen, and only then ask it about other cards.
+# You have one card, or none. So you write a model of ten lines that predicts a step beside any host, on any card. You test it
+# on steps that it has not seen. Only then do you ask it about other cards.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -112,7 +112,7 @@ if not on_gpu:
 # Training has no such zeros: its peak is the dense one, half of it. For FP64 and INT32 count the lanes: a multiprocessor of
 # the H100 has 64 and 64 of them beside 128 for FP32, the Blackwell card's 2 and 128.
 #
-# **Your prediction:** the H100's dense BF16 peak.
+# **Your prediction:** what is the H100's dense BF16 peak?
 
 # %%
 my_peak: float | None = None  # for example 1979
@@ -279,7 +279,7 @@ for name, call in calls.items():
 # The $c$ of a training step comes from a *light step*: the same layers and experts on few tokens, with an eighth of the width.
 # The host does the same work for it, and the kernels next to none. $c$ is what makes its replay last as long as it does.
 #
-# **Your prediction:** the host's time for a launch in gpt-oss's training loop.
+# **Your prediction:** how long does the host take for a launch in gpt-oss's training loop?
 
 # %%
 my_host: float | None = None  # for example 5
@@ -287,7 +287,7 @@ my_host: float | None = None  # for example 5
 lab.predict("host's time for a launch in the experts' loop (on a thin model)", my_host, "us")
 
 # %% [markdown]
-# **Takeaway.** The bare call is the smallest part of a launch. Python, autograd and adapters stand around it.
+# **Takeaway.** The bare call is the smallest part of a launch. Python, autograd and adapters take the rest.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -398,8 +398,8 @@ if beyond:
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Where *kernels* decide, the prediction is hardly more than their sum: the easy case. Where the *host* decides, it comes from
-# another step: the hard one. On a CPU both add up.
+# Where *kernels* decide, the prediction is hardly more than their sum. That is the easy case. Where the *host* decides, the
+# prediction comes from another step. That is the hard case. On a CPU both add up.
 #
 # The error bar holds how far the host moved between two readings. A host that moves in between, gaps of a microsecond between
 # kernels, and a CPU's profiler come on top. Beside a steady host trust the replay to about a fifth, not to its bar.
@@ -469,7 +469,7 @@ lab.show(ways, columns, experiment="steps", **of)
 # Where launches fall and the kernels' time stays, the gain was the host's. A captured step is the easiest to predict: it lasts
 # as long as its kernels. A CPU gains nothing.
 #
-# Two milliseconds of three traced forward passes. The host's row has the profiler's cost in it.
+# The picture shows two milliseconds of three traced forward passes. The host's row has the profiler's cost in it.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -485,7 +485,7 @@ with lab.attempt("Host and GPU, from traces"):
 
 # %% [markdown]
 # The dense model's kernels are long enough to hide its launches, at least without the profiler. In the expert loop each kernel
-# waits for its launch. The captured step has nothing left to launch.
+# waits for its launch. The host launches nothing in a captured step but its graph.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -647,8 +647,8 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
     print(f"{family}: a token meets {met[family] / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# **The lower bound.** Padded to its longest text, a batch of 32 long texts has 2,045 tokens each, where the mean is 861. The
-# article's H100 makes 9,200 examples an hour. Does it have the time for such padding?
+# **The lower bound.** In a batch of 32 long texts each is padded to the longest, 2,045 tokens. The mean is 861. The article's
+# H100 makes 9,200 examples an hour. Does that leave time for such padding?
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
 
@@ -667,9 +667,9 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
         print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour.{ruled_out}")
 
 # %% [markdown]
-# It does not have it, even at the dense peak, and large products reach four fifths of that (lab 00). So its batches were
+# It leaves no time for that, even at the dense peak. Large products reach four fifths of the peak (lab 00). So its batches were
 # shorter. Their length lies somewhere between. Everything below stands under both readings, *padded* and *at the mean length*.
-# Where they differ, the length decides and not the model.
+# Where they differ, the length decides, and the model doesn't.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -766,13 +766,13 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# Beside the same host and with the same batch the faster card can at worst tie. Two things differed. **The batch:** where the
-# host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / 2n$. **The host:** the
-# article says only that the H100's launched too slowly.
+# Beside the same host and with the same batch the faster card ties at worst. In the article two things differed. **The batch:**
+# where the host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / 2n$. **The
+# host:** the article says only that the H100's launched too slowly.
 #
 # The article also says *about 5,000 examples an hour* of gpt-oss-120b. Its own table has 7,300.
 #
-# **The test.** A count hangs on how near to the peak kernels get, and unsloth's are not this loop's. Ratios are safer. Lab 07
+# **The test.** A count hangs on how near to the peak kernels get, and unsloth's are not this loop's. A ratio is safer. Lab 07
 # trains Qwen3-32B on an H200. How far off is this section's model there?
 
 # %%
@@ -801,7 +801,7 @@ if not large:
 #
 # **Question.** The article says that gpt-oss-120b's weights take about 30 GB in 4 bits. Can that be?
 #
-# **Your prediction:** how many GB its 117 billion parameters take in 4 bits.
+# **Your prediction:** how many GB do its 117 billion parameters take in 4 bits?
 
 # %%
 my_gb: float | None = None  # for example 30

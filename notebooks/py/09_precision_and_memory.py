@@ -18,9 +18,9 @@
 # %% [markdown]
 # # Lab 09 · Precision and memory
 #
-# Article A4 is a guide: enable this, use that. It has no measurement. Here each piece of its advice becomes a switch of a
-# real training loop. You write the switch, predict what it does, and flip it alone. Then you take the memory of a training
-# step apart, and compute its peak before there is a card.
+# Article A4 is a guide: enable this, use that. It has no measurement. Here each piece of its advice becomes a switch of a real
+# training loop. You write the switch, predict what it does, and flip it alone. Then you take the memory of a training step
+# apart, and compute its peak without a card.
 #
 # **After this lab you can**
 # - train with autocast and a GradScaler, and say what they do to the numbers;
@@ -203,8 +203,8 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the floor fell to a fifteenth, the step to a third only. Once the host is the bottleneck, shorter kernels change
-# nothing. Lab 04 has the cure.
+# On the H200 the floor fell to a fifteenth, but the step only to a third. Once the host is the bottleneck, shorter kernels
+# change nothing. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second, and no seed blurs it.
 
@@ -277,8 +277,8 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# *float32* and *tf32* hold the same tensors. Still the H200's peaks are 65.9 and 17.5 GB: the other 48 GB are workspaces. One
-# convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.2 GB with TF32. FP16
+# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB: the difference of 48 GB is workspaces.
+# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.2 GB with TF32. FP16
 # saves 83 % against the one peak and 34 % against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
@@ -367,9 +367,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # most of the step is the host launching kernels, as many for one example as for eight. On such a loop checkpointing is paid in
 # launches: every recomputed kernel has to be launched again. Accumulation launches everything eight times.
 #
-# *Selective* computes less again: it keeps the results of products. It was slower all the same. PyTorch asks a Python
-# function about each operation whether to keep its result, in both passes. That is more work for the host. Trace it as in
-# lab 02 to test this reading.
+# *Selective* checkpointing computes less a second time, since it keeps the results of products. It was slower all the same.
+# PyTorch asks a Python function about each operation whether to keep its result, in both passes. That is more work for the
+# host. Trace it as in lab 02 to test this reading.
 #
 # **Takeaway.** Checkpointing and accumulation save the same activations. Take checkpointing where the host sets the pace.
 
@@ -418,8 +418,8 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # table without that row can't tell: in our H200's of 23 November fused and 8-bit AdamW read −34 and −30 %, although they update
 # a thousandth of the weights.
 #
-# Where all weights are trained, the moments are twice the weights. Then 8 bits save three quarters of them, and no time: on the
-# H200 one update of 193 million weights took 1.57 ms fused and 5.72 ms in 8 bits.
+# Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them, and no
+# time: on the H200 one update of 193 million weights took 1.57 ms fused and 5.72 ms in 8 bits.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change: removing one bottleneck
 # exposes the next.
@@ -541,13 +541,12 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies
-# between the two. Checkpointed, each hump of the backward pass is a block computed again. A language model peaks at its
-# *logits*: a number for each token and each word, in three float32 copies. Checkpointing can't touch them, lab 07's chunked
-# loss can.
+# Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between
+# the two. Checkpointed, each hump of the backward pass is a block computed again. A language model peaks at its *logits*: a
+# number for each token and each word, in three float32 copies. Checkpointing can't shrink them. Lab 07's chunked loss can.
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's, and at `tiny` it is mostly the
-# workspaces. Now for a card that isn't here: Stable Diffusion 1.5 at full size.
+# workspaces. The next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")

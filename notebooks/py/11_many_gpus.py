@@ -19,8 +19,8 @@
 # # Lab 11 · Many GPUs
 #
 # Article A4 gives distributed training a paragraph and no number: NCCL, a fast network, environment variables, a Docker
-# command, ZeRO or FSDP. Here you write one script for several processes. You work out what its step takes at least, and
-# measure what it takes. A *rank* is one of the processes that train together, one a GPU.
+# command, ZeRO or FSDP. Here you write one script for several processes. You work out the least that its step takes, and
+# measure what it really takes. A *rank* is one of the processes that train together, one a GPU.
 #
 # **After this lab you can**
 # - write a DDP script, start it with `torchrun`, and prove that it computes what one process does;
@@ -90,9 +90,9 @@ torchrun = partial(lab11_distributed.torchrun, Path(place.name), ranks=count, de
 # **Question.** What makes a training loop one of N processes that compute the same as one?
 #
 # **Technique.** `torchrun` starts the script N times and tells each process its number. The ranks meet in a *process group*:
-# over NCCL between GPUs, over gloo between CPUs. All they do together is made of a few *collectives*. In an *all-reduce* each rank
-# brings a tensor, and each gets the sum. Of N ranks each link carries $2(N-1)/N$ of the message. That over time is the *bus
-# bandwidth*.
+# over NCCL between GPUs, over gloo between CPUs. A few *collectives* make up all that they do together. In an *all-reduce* each
+# rank brings a tensor, and each gets the sum. With N ranks each link carries $2(N-1)/N$ of the message. These bytes over the
+# time are the *bus bandwidth*.
 
 
 # %%
@@ -156,8 +156,8 @@ def ddp(device):
 
 
 # %% [markdown]
-# **Prediction.** The bus bandwidth of a large message here, in GB/s. NVLink's data sheet says 450 in one direction. A laptop's
-# memory does about 20, and both processes copy through it.
+# **Prediction.** What is the bus bandwidth of a large message here, in GB/s? NVLink's data sheet says 450 in one direction. A
+# laptop's memory does about 20, and both processes copy through it.
 
 # %%
 my_bandwidth: float | None = None  # for example 100
@@ -189,7 +189,7 @@ for one, other in zip(weights_of_rank_0, network.parameters(), strict=True):
 print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
-# A small message takes about as long however small it is: that is the *latency*. A large one takes its bytes over the bandwidth.
+# A small message takes the same time however small it is: the *latency*. A large one takes its bytes over the bandwidth.
 #
 # **Takeaway.** DDP takes four lines: join, wrap, share the batch, start with `torchrun`.
 
@@ -198,8 +198,8 @@ print(f"DDP on {count} ranks: the weights of one process")
 #
 # **Question.** You have measured one GPU and the link. How long must a step of N GPUs be?
 #
-# **Technique.** DDP sends gradients in *buckets* of 25 MiB, after a first one of 1 MiB. Each goes when it is full, while
-# `backward()` still computes. *Exposed* is what is on its way after the last gradient is ready:
+# **Technique.** DDP sends gradients in *buckets* of 25 MiB, after a first one of 1 MiB. Each bucket is sent when it is full,
+# while `backward()` still computes. *Exposed* is the time of what is still being sent after the last gradient is ready:
 #
 # > step of N ≥ step of one + exposed
 
@@ -219,8 +219,8 @@ def exposed_ms(ready_ms, sizes, send_ms):
 
 
 # %% [markdown]
-# **Prediction.** The *efficiency* of DDP for Stable Diffusion with LoRA: the examples a second of all ranks, in percent of N
-# times one process's.
+# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. What is it for DDP
+# and Stable Diffusion with LoRA?
 
 # %%
 my_efficiency: float | None = None  # for example 90
@@ -264,9 +264,10 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # process* is the price of company: ranks share the host, its memory and its power. What DDP takes beyond *predicted from that* is
 # communication: NCCL's kernels use multiprocessors and bandwidth that the computation misses, and a step waits for the slowest rank.
 #
-# Our H200s' record is older than this test. It has another hint, a step of four micro-batches of which only the last is sent. An
-# unsent one takes $(t_\text{four} - t_\text{one}) / 3$. For the small Qwen3 that is $(714 - 181)/3 = 178$ ms beside another rank, and
-# 131 alone: company explains its whole loss. For Qwen3's LoRA it is 369 against 367.
+# Our H200s' record is older than this test. It has another hint: a step of four micro-batches that sends its gradients after
+# the last one only. A micro-batch without sending takes $(t_\text{four} - t_\text{one}) / 3$. For the small Qwen3 that is
+# $(714 - 181)/3 = 178$ ms beside another rank, and 131 alone: company explains its whole loss. For Qwen3's LoRA it is 369 against
+# 367.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -341,7 +342,7 @@ for one, other in zip(weights_of_all, weights_of_rank_0, strict=True):
 print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:.2f} MB")
 
 # %% [markdown]
-# The gradients are those of the whole batch, however they are sent. Small buckets go earlier, but each pays the latency.
+# The gradients are those of the whole batch, however they are sent. Small buckets are sent earlier, but each pays the latency.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or waiting
 # that nothing hides?
@@ -389,8 +390,8 @@ lab.verdict("A4.memory.fsdp")
 # A *sync each* step has the micro-batches of a *no_sync* step, and is measured twice: what the two differ by is noise. Our H200s'
 # record has no second row, and its runs were made one after the other. Read no difference below 25 % from it.
 #
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H200s 15.9. Of the rest 1.7 GB may be the BF16 copies of all weights
-# that DDP's autocast keeps for the backward pass, and FSDP gathers anew.
+# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H200s 15.9. Of the difference 1.7 GB may be the BF16 copies of
+# all weights that DDP's autocast keeps for the backward pass, and FSDP gathers anew.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. ZeRO, of the DeepSpeed library, divides the same three
 # things.
@@ -403,7 +404,7 @@ lab.verdict("A4.memory.fsdp")
 #
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
-# **Technique.** The bound of section 2, for links that aren't here. 100 GbE carries 100 gigabits a second: 12.5 GB/s.
+# **Technique.** Use the bound of section 2 for links that aren't here. 100 GbE carries 100 gigabits a second: 12.5 GB/s.
 
 # %%
 networks = {"1 GbE": 0.125, "10 GbE": 1.25, "100 GbE": 12.5, "400G InfiniBand": 50, "NVLink": 450}
@@ -431,15 +432,16 @@ plt.show()
 # No network reaches its nominal rate, and company costs more. So these are upper bounds. *full* trains all weights: that needs
 # InfiniBand. LoRA of Stable Diffusion would do with 1 GbE, LoRA of an 8 B model with 10.
 #
-# **Takeaway.** What counts is bytes of gradients for each second of computation.
+# **Takeaway.** The bytes of gradients for each second of computation decide which network is fast enough.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
 #
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
-# **Technique.** They diagnose, as `NCCL_DEBUG=INFO` does, or work around a transport that is broken. NCCL reads them once, so
-# each is tried in a launch of its own. `nvidia-smi topo -m` says what connects the GPUs: *NV18* are 18 NVLinks of 25 GB/s each.
+# **Technique.** Some diagnose, as `NCCL_DEBUG=INFO` does. Others work around a transport that is broken. NCCL reads them once,
+# so each is tried in a launch of its own. `nvidia-smi topo -m` says what connects the GPUs: *NV18* are 18 NVLinks of 25 GB/s
+# each.
 #
 # **Prediction.** `NCCL_P2P_DISABLE=1` forbids GPUs to write to each other's memory. How many times as long does a message of 64 MiB
 # take?
@@ -493,8 +495,8 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 #
 # **Question.** One of the processes is killed in the middle of a step. What is left, and can the others go on?
 #
-# **Technique.** A checkpoint that is whole at any moment: written beside the old one, then moved into its place. It says nothing of
-# ranks, so any number of them that shares the batch evenly can go on.
+# **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. It says
+# nothing of ranks, so any number of ranks that divides the batch evenly can go on.
 
 
 # %%

@@ -129,10 +129,10 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 #
 # **Question.** How many claims hold?
 #
-# That depends on what a claim says. A *statement* gives a number or a direction: it is confirmed or refuted. *Advice* promises no
-# number: it pays here or it doesn't, and is never refuted. Some claims are about cards that nobody had: there a *model* agrees or
-# disagrees. A *setting* claims no speed, and is told. *Inconclusive* means that noise is larger than the effect, *differs between hosts*
-# that the same GPU says something else beside another CPU.
+# That depends on what a claim says. A *statement* gives a number or a direction: it is confirmed or refuted. *Advice* promises
+# no number: it pays here or it doesn't, and is never refuted. Some claims are about cards that nobody had: there a *model*
+# agrees or disagrees. A *setting* claims no speed: the lab tells what it does. *Inconclusive* means that noise is larger than
+# the effect. *Differs between hosts* means that the same GPU says something else beside another CPU.
 #
 # **Prediction.** Of the statements that our H200 could test, how many percent did it confirm?
 
@@ -175,7 +175,8 @@ lab.table(
 )
 
 # %% [markdown]
-# Any claim with its reason: choose in JupyterLab, or set the parameters `article`, `lab_number` and `verdict`.
+# The next cell shows any claim with its reason: choose in JupyterLab, or set the parameters `article`, `lab_number` and
+# `verdict`.
 
 
 # %%
@@ -200,8 +201,8 @@ if not lab.choose(show_claims, choices) and {article, lab_number, verdict} != {"
 #
 # **Question.** What do you misjudge, by how much, and in which direction?
 #
-# Being off is a factor: half as much and twice as much are both off by 2. *Lean* is the median of predicted / measured. What this
-# machine couldn't measure is scored against our H200.
+# How far off you are is a factor: half as much and twice as much are both off by 2. *Lean* is the median of predicted /
+# measured. What this machine couldn't measure is scored against our H200.
 
 # %%
 scores = predictions.scores_of(page.records)
@@ -237,7 +238,7 @@ waiting = waiting.sort_values("claims", ascending=False).head(8)
 lab.table(waiting, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# Which method suits this machine, lab 06 says, by its first step, its later steps and its memory.
+# Lab 06 says which method suits this machine, by its first step, its later steps and its memory.
 #
 # **Takeaway.** Each untested claim costs some minutes or another machine. Begin with what settles most for its price.
 
@@ -267,9 +268,9 @@ print(check("12.2", my_medians))
 
 # %% [markdown]
 # **3. The rule.** A statement says that B takes less time than A. Write its verdict from the rounds of A, of A again and of B:
-# "confirmed", "refuted" or "inconclusive". B's interval must lie on one side of 1 and of the interval of A again. If that interval
-# reaches beyond 0.97 or 1.03, it is "inconclusive" whatever B does. The check shows your rule 200 machines, and compares it with the
-# course's judge.
+# "confirmed", "refuted" or "inconclusive". B's interval must lie on one side of 1 and of the interval of A again. If that
+# interval reaches beyond 0.97 or 1.03, it is "inconclusive" whatever B does. The check tries your rule on 200 machines, and
+# compares it with the course's judge.
 
 
 # %% tags=["exercise"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, Error, sync_playwright
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -26,3 +27,18 @@ def browser() -> Iterator[Browser]:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=options)
         yield chromium
         chromium.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails keeps a picture of what its page showed, and says where it is."""
+    report = yield
+    page = item.funcargs.get("page")
+    if report.failed and call.when == "call" and page:
+        kept = item.config.cache.mkdir("browser") / f"{item.name}.png"
+        with contextlib.suppress(Error):  # the page is gone
+            page.screenshot(path=kept)
+        report.sections.append(("What the page showed", str(kept)))
+    return report

@@ -27,6 +27,8 @@ import pytest
 from pictures import picture_of
 from playwright.sync_api import ConsoleMessage, Locator, Page, Response, expect
 
+from labutils.course.recorded import outputs_of
+from labutils.course.solutions import solutions_of
 from labutils.results.records import REPOSITORY, read_records
 
 TOKEN = "for-this-test-only"
@@ -34,8 +36,15 @@ PATIENCE_MS = 150_000
 """For anything that JupyterLab does by itself; the cores are shared with other tests."""
 expect.set_options(timeout=PATIENCE_MS)
 LAB_S = 400  # a whole lab
+CUT_OR_SCROLLED = """
+    [...document.querySelectorAll('.jp-NotebookPanel:not(.lm-mod-hidden) :not(table)')].filter(
+        box => box.clientWidth > 1 && box.scrollWidth > box.clientWidth + 1 &&
+            getComputedStyle(box).overflowX != 'visible'
+    ).map(box => { box.scrollIntoView(); return box.textContent.slice(0, 80); })
+"""
 STDERR = "[data-mime-type='application/vnd.jupyter.stderr']"
 """Where warnings and tracebacks stand."""
+UNSAVED = "#jp-main-dock-panel .jp-mod-dirty"
 
 pytestmark = [
     pytest.mark.notebook,
@@ -245,10 +254,24 @@ def test_lab_05_restarts_and_runs_from_the_menu(page, desk):
     times = " ".join(notebook.locator(".execute-time").all_text_contents())
     assert re.search(r"executed in [\d.]+s", times)
     assert_the_slider_moves_its_figure(notebook)
+    assert_a_solution_is_shown_on_request(page, notebook)
     workspaces = desk.cache / "jupyterlab" / "workspaces"
     (layout,) = [json.loads(file.read_text(encoding="utf-8")) for file in workspaces.iterdir()]
     assert layout["metadata"]["id"] == "course"
     assert f"notebook:notebooks/{stem}.ipynb" in layout["data"], "the layout is not kept"
+
+
+def assert_a_solution_is_shown_on_request(page: Page, notebook: Locator) -> None:
+    """In a cell of the learner's own, at the lab's end; up to then it is nowhere."""
+    answer = solutions_of("05")[1].splitlines()[0]
+    expect(notebook).not_to_contain_text(answer)
+    page.locator(".jp-Notebook-footer:visible").click()
+    editor = notebook.locator(".jp-CodeCell .cm-content").last
+    expect(editor).to_have_text("")
+    editor.click()
+    page.keyboard.type('lab.solution("05.2")')
+    page.keyboard.press("Shift+Enter")
+    expect(notebook).to_contain_text(answer)
 
 
 def assert_the_slider_moves_its_figure(notebook: Locator) -> None:
@@ -271,3 +294,27 @@ def assert_the_slider_moves_its_figure(notebook: Locator) -> None:
     assert right.shape == left.shape
     assert (np.abs(right - left) > 64).any(axis=2).mean() > 0.01, "the histogram did not move"
     assert np.array_equal(right, again)
+
+
+def test_every_lab_opens_unchanged_and_none_of_its_text_is_cut_or_scrolls(page, desk):
+    """With what our H200 printed below its cells. Only a table may scroll, in its own box."""
+    whole = {"raw": json.dumps({"windowingMode": "none"})}  # cells out of sight are laid out, too
+    settings = f"{desk.address}/lab/api/settings/@jupyterlab/notebook-extension:tracker"
+    assert page.request.put(f"{settings}?token={TOKEN}", data=whole).ok
+    labs = sorted((desk.course / "notebooks").glob("*.ipynb"))
+    for lab in labs:
+        recorded = desk.notebook(lab.stem)
+        for cell in (each for each in recorded.cells if each.cell_type == "code"):
+            outputs = outputs_of(lab.stem[:2], cell.source)
+            cell.outputs = [nbformat.from_dict(output) for output in outputs]
+        nbformat.write(recorded, lab)
+    page.reload()
+    for lab in labs:
+        notebook = opened(page, lab.stem)
+        expect(notebook.locator(".jp-Cell")).to_have_count(len(desk.notebook(lab.stem).cells))
+        for width in (1280, 1440):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.wait_for_timeout(250)
+            assert page.evaluate(CUT_OR_SCROLLED) == [], f"at {width} pixels"
+        assert page.locator(UNSAVED).count() == 0, "merely opened, it counts as changed"
+        page.locator("#jp-main-dock-panel .lm-mod-current .lm-TabBar-tabCloseIcon").click()

@@ -31,7 +31,6 @@ from labutils.profiling.machine import machine_facts
 from labutils.results import records
 from labutils.results.effects import saved
 from labutils.results.records import Results, Run, Runs
-from labutils.tools.ablations import CLOSE, TESTS
 from labutils.tools.diagnose import Fix, diagnose, trial
 from labutils.tools.diagnose.script import Stages, environment_for, watch
 
@@ -41,6 +40,9 @@ ALONE, WATCHED = "alone", "watched"
 STAGES = Stages(warmup=4, timed=8, profiled=3)
 WATCHED_STEPS = {"gpt": 20, "launches": 200}
 """Script -> steps that are timed with and without being watched."""
+CLOSE, TESTS = 0.2, 0.05
+"""A predicted step may be off by so much. A fix that saves less than the second number, predicted
+and by hand, tests no prediction."""
 NEAR = 0.05
 """The first-ranked fix saves as much as the best, but for so much."""
 CLOCK = """

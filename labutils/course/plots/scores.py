@@ -17,31 +17,37 @@ Pair = tuple[str, str]
 """A claim's verdict on each of two sides."""
 PLACES = (0.03, 0.14)
 """Where in its column each side's mark stands."""
+COLUMNS = 5
+"""Of all verdicts."""
 MOST_OFF = 30.0
 """Predictions farther off than this factor are drawn at the edge, as arrows."""
 
 
 def verdicts(ax: Axes, judged: Mapping[str, Mapping[str, Pair]], sides: Pair) -> Axes:
-    """All verdicts on one page: a column an article, a line a claim, with one mark a side.
+    """All verdicts on less than a page: article by article, a line a claim, with one mark a side.
 
     judged: article -> claim's name -> its verdict on each of the `sides` ("H200", "here"). The
     figure gets the size of a page.
     """
-    longest = 1 + max(len(claims) for claims in judged.values())
+    lines = [line for key, claims in judged.items() for line in ((key, None), *claims.items())]
+    longest = -(-len(lines) // COLUMNS)
     look = {"va": "center", "color": INK}
-    for column, (article, claims) in enumerate(judged.items()):
-        ax.text(column, 0, article, fontsize=8, weight="bold", **look)
-        for row, (name, pair) in enumerate(claims.items(), 1):
-            ax.text(column + 0.2, row, name, fontsize=6.5, **look)
-            for place, verdict in zip(PLACES, pair, strict=True):
-                mark = {"linestyle": "", "markersize": 5, "clip_on": False}
-                ax.plot(column + place, row, **mark, **VERDICT_MARKS[verdict])
+    for at, (name, pair) in enumerate(lines):
+        column, row = divmod(at, longest)
+        if pair is None:
+            ax.text(column, row, name, fontsize=8, weight="bold", **look)
+            continue
+        ax.text(column + 0.2, row, name, fontsize=min(6.5, 140 / len(name)), **look)
+        for place, verdict in zip(PLACES, pair, strict=True):
+            mark = {"linestyle": "", "markersize": 5, "clip_on": False}
+            ax.plot(column + place, row, **mark, **VERDICT_MARKS[verdict])
+    for column in range(COLUMNS):
         for place, side in zip(PLACES, sides, strict=True):
             above = {"rotation": 90, "ha": "left", "va": "bottom", "fontsize": 7.5, "color": INK}
             ax.text(column + place, -1.3, side, **above)
-    ax.set(xlim=(0, len(judged)), ylim=(longest - 0.5, -1.3))
+    ax.set(xlim=(0, COLUMNS), ylim=(longest - 0.5, -1.3))
     ax.set_axis_off()
-    ax.figure.set_size_inches(7.6, 1.1 + min(0.142 * longest, 10))  # one page of A4 or letter
+    ax.figure.set_size_inches(7.6, 1.1 + 0.142 * longest)
     pairs = [pair for claims in judged.values() for pair in claims.values()]
     for verdict, mark in VERDICT_MARKS.items():
         counts = [sum(pair[at] == verdict for pair in pairs) for at in (0, 1)]

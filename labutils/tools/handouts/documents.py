@@ -146,6 +146,8 @@ def _with_facts(chapter: Chapter) -> NotebookNode:
         notebook.cells = [title, box, *notebook.cells]
     for place, cell in enumerate(notebook.cells):  # attachments are named after their cell
         cell.id = f"{chapter.stem[:2]}-{place}"
+        if cell.cell_type == "markdown":  # a line that begins with "448. " begins no list
+            cell.source = re.sub(r"(?m)^(\d{3,})\. ", r"\1\\. ", cell.source)
     return notebook
 
 

@@ -5,6 +5,7 @@
 local MARKDOWN = 'commonmark-raw_html+pipe_tables+tex_math_dollars+strikeout+autolink_bare_uris'
 local DOTS_PER_INCH, TEXT_WIDTH = 120, 6.85 -- of figures; inches between page.typ's margins
 local LETTERS_TOGETHER = 900 -- of a table that is small enough to stay on one page
+local LETTERS_ABREAST = 115 -- of a table's columns, that fit between the margins
 local for_typst = FORMAT == 'typst'
 local pages, figures = '', 0
 
@@ -26,13 +27,24 @@ local function output(div)
   return part('output', blocks)
 end
 
+-- On paper nothing runs: what a cell imports is of no use there, nor the call that ends a lab.
+local function for_paper(code)
+  if code:find 'lab%.done%(' then return '' end
+  code = ('\n' .. code):gsub('\nplots%.use_style%(%)', '')
+  code = code:gsub('\nfrom [%w._]+ import %b()', ''):gsub('\nfrom [%w._]+ import [^\n]*', '')
+  return (code:gsub('\nimport [^\n]*', ''):gsub('^\n+', ''):gsub('\n\n\n+', '\n\n'))
+end
+
 local function cell(div)
   local tags, blocks = div.attributes.tags or '', pandoc.Blocks{}
+  if tags:find '"parameters"' then return blocks end -- the facts at the top have them
   for _, block in ipairs(div.content) do
     if block.t == 'Div' and block.classes:includes 'output' then
       blocks:insert(output(block))
     elseif block.t == 'CodeBlock' and div.classes:includes 'code' then
-      blocks:insert(part(tags:find '"exercise"' and 'exercise-input' or 'input', {block}))
+      if for_typst then block.text = for_paper(block.text) end
+      local kind = tags:find '"exercise"' and 'exercise-input' or 'input'
+      if block.text ~= '' then blocks:insert(part(kind, {block})) end
     else
       blocks:insert(block)
     end
@@ -71,19 +83,32 @@ local function is_number(text)
   return text:match '^%p*%s?%d[%d.,e+-]*%s?%a?%a?%a?%%?$' or text:match '^%p*$' or text == 'nan'
 end
 
--- Columns of numbers are set to the right; all columns find their own width.
+local function text_of(row, place)
+  return row and row.cells[place] and pandoc.utils.stringify(row.cells[place].contents) or ''
+end
+
+-- Columns of numbers are set to the right. Columns find their own width; where a line of each would be
+-- too wide for a page, texts share in proportion what names and numbers leave.
 local function table_(it)
-  local letters = 0
+  local letters, each, line, fixed, loose = 0, {}, 0, 0, 0
   for place, column in ipairs(it.colspecs) do
-    local numbers, some = place > 1, false
+    local numbers, some, longest = place > 1, false, 0
+    local word = math.min(#text_of(it.head.rows[1], place), 10)
     for _, body in ipairs(it.bodies) do
       for _, row in ipairs(body.body) do
-        local text = row.cells[place] and pandoc.utils.stringify(row.cells[place].contents) or ''
-        letters = letters + #text
+        local text = text_of(row, place)
+        letters, longest = letters + #text, math.max(longest, #text)
+        for piece in text:gmatch '[^%s/_.=:-]+' do word = math.max(word, #piece) end
         numbers, some = numbers and is_number(text), some or text:find '%d' ~= nil
       end
     end
     it.colspecs[place] = {numbers and some and pandoc.AlignRight or pandoc.AlignLeft, nil}
+    each[place] = {word + 3, math.max(1, math.min(longest, LETTERS_ABREAST) - word)}
+    line, fixed, loose = line + longest, fixed + each[place][1], loose + each[place][2]
+  end
+  local left = math.max(0, LETTERS_ABREAST - fixed) / loose
+  for place, one in ipairs(line > LETTERS_ABREAST and each or {}) do
+    it.colspecs[place][2] = (one[1] + left * one[2]) / math.max(LETTERS_ABREAST, fixed)
   end
   return letters < LETTERS_TOGETHER and part('together', {it}) or it
 end
