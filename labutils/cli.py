@@ -19,13 +19,18 @@ from labutils.course import parameters
 WRONG_USAGE, STOPPED = 2, 130
 
 
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Carry out a command line; returns the exit code. Wrong usage exits at once with 2, as
     argparse does.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # streams that are closed, as cron's are
         name = ("stdin", "stdout", "stderr")[number]
-        setattr(sys, name, getattr(sys, name) or os.fdopen(number, "w"))
+        os.set_inheritable(number, True)  # else a child's first files take these numbers
+        setattr(sys, name, getattr(sys, name) or os.fdopen(number, "w" if number else "r"))
     os.close(number)
     if hasattr(sys.stdout, "reconfigure"):  # where the encoding lacks an arrow, a ? stands for it
         sys.stdout.reconfigure(errors="replace")
@@ -37,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing stays in /tmp
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, _interrupt)
     try:
         return _carry_out(options)
     except KeyboardInterrupt:

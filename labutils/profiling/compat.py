@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,13 +116,20 @@ def capability_warning() -> None:
     torch.cuda._check_capability()
 
 
-def dynamo_records() -> tuple[ModuleType, ModuleType, logging.Logger]:
+class Dynamo(NamedTuple):
     """Where the compiler calls back, where it keeps `counters` and `graph_break_reasons` of its
-    work, and where it says which function it gave up. (A second to import.)
-    """
+    work, and where it says which function it gave up."""
+
+    callback: ModuleType
+    utils: ModuleType
+    gives_up: logging.Logger
+
+
+def dynamo() -> Dynamo:
+    """Imported for those who count; that takes a second."""
     from torch._dynamo import callback, utils
 
-    return callback, utils, logging.getLogger("torch._dynamo.convert_frame")
+    return Dynamo(callback, utils, logging.getLogger("torch._dynamo.convert_frame"))
 
 
 # Operators whose functions in torch.nn.functional don't take what we need: scales a row, documents'

@@ -13,9 +13,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from labutils.profiling.compat import dynamo_records
+from labutils.profiling.compat import dynamo
 
-CALLBACKS, KEPT, GIVES_UP = dynamo_records()
+DYNAMO = dynamo()
 
 
 class Compilation:
@@ -37,22 +37,22 @@ class Compilation:
         return {name: getattr(self, name) for name in names}
 
     def __enter__(self) -> Compilation:
-        self._before = graphs_compiled(), len(KEPT.graph_break_reasons)
+        self._before = graphs_compiled(), len(DYNAMO.utils.graph_break_reasons)
         handlers = logging.getLogger("torch._dynamo").handlers
         self._levels = {handler: handler.level for handler in handlers}
         for handler in handlers:
             handler.setLevel(logging.ERROR)
-        GIVES_UP.addFilter(self._notes)
-        CALLBACKS.callback_handler.register_start_callback(self._start)
+        DYNAMO.gives_up.addFilter(self._notes)
+        DYNAMO.callback.callback_handler.register_start_callback(self._start)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for handler, level in self._levels.items():
             handler.setLevel(level)
-        GIVES_UP.removeFilter(self._notes)
-        CALLBACKS.callback_handler.remove_start_callback(self._start)
+        DYNAMO.gives_up.removeFilter(self._notes)
+        DYNAMO.callback.callback_handler.remove_start_callback(self._start)
         self.graphs = graphs_compiled() - self._before[0]
-        self.graph_breaks = len(KEPT.graph_break_reasons) - self._before[1]
+        self.graph_breaks = len(DYNAMO.utils.graph_break_reasons) - self._before[1]
 
     def _notes(self, record: logging.LogRecord) -> bool:
         self.given_up += "recompile_limit" in record.getMessage()
@@ -60,10 +60,10 @@ class Compilation:
 
     def _start(self, args: Any) -> None:
         # "3/2": the third version of the fourth piece of code.
-        by_dynamo = args.callback_trigger == CALLBACKS.CallbackTrigger.DYNAMO
+        by_dynamo = args.callback_trigger == DYNAMO.callback.CallbackTrigger.DYNAMO
         self.recompilations += by_dynamo and not str(args.compile_id).endswith("/0")
 
 
 def graphs_compiled() -> int:
     """Graphs that the compiler has taken in this process so far."""
-    return KEPT.counters["stats"]["unique_graphs"]
+    return DYNAMO.utils.counters["stats"]["unique_graphs"]

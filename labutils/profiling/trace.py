@@ -490,36 +490,6 @@ class Trace:
         frames, builtin = python_stack(functions)
         return Wait(start, item.end, item.name, cause, phase, blamed_frame(frames), builtin)
 
-    def sync_table(self) -> list[dict[str, Any]]:
-        """Synchronisations by place and cause, the most time first.
-
-        Each row: `where` (file: function of one's own code), `line` (where that function begins),
-        `builtin`, `cause` (operator), `call`, `phase` (each absent where there is none), and
-        `per_step`, `ms_per_step`.
-        """
-        groups: dict[tuple[tuple[str, Any], ...], list[Wait]] = defaultdict(list)
-        for wait in self.waits:
-            place = {
-                "where": str(wait.where or "no Python stack was recorded"),
-                "line": wait.where and wait.where.line,
-                "builtin": wait.builtin,
-                "cause": wait.cause,
-                "call": wait.call,
-                "phase": wait.phase,
-            }
-            groups[tuple((name, value) for name, value in place.items() if value)].append(wait)
-        rows = [
-            {
-                **dict(place),
-                "per_step": len(group) / self.steps,
-                "ms_per_step": sum(wait.ms for wait in group) / self.steps,
-            }
-            for place, group in groups.items()
-        ]
-        return sorted(rows, key=lambda row: -row["ms_per_step"])
-
-    # A run's metrics
-
     def metrics(self, step_ms: float | None = None, data_ms: float | None = None) -> dict[str, Any]:
         """The numbers of a `Run`, per step; what does not apply to this trace is absent.
 

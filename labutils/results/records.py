@@ -47,7 +47,8 @@ PACKAGES = (
 """The packages whose versions stand in every record, as far as they are installed."""
 
 RETIRED = ("attention", "gradient_as_bucket_view", "static_graph")
-"""Knobs that recipes on record have, and today's don't."""
+"""Knobs that recipes on record have, and today's don't. (Some recipes there also have values that
+are gone, as optimizer="adamw-paged": they are read and judged, but make no `Recipe`.)"""
 
 SOURCES = "LABUTILS_SOURCES"
 """The variable in which `labutils run` tells a lab's kernel digests of what it is made of."""

@@ -66,8 +66,12 @@ def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.opt
     needs. bitsandbytes keeps moments of 4096 numbers or more in 8 bits, a scale for each 256 of
     them; smaller ones stay in float32.
     """
-    settings: dict[str, Any] = {"lr": recipe.learning_rate, "betas": (0.9, 0.999), "eps": 1e-8}
-    settings["weight_decay"] = 1e-2
+    settings: dict[str, Any] = {
+        "lr": recipe.learning_rate,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+    }
     if recipe.optimizer == "adamw-8bit":
         from bitsandbytes.optim import AdamW8bit
 

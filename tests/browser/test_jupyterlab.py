@@ -134,7 +134,7 @@ NO_IDLING = """
 window.requestIdleCallback = (call) =>
     setTimeout(() => call({didTimeout: false, timeRemaining: () => 50}), 0)
 """
-"""JupyterLab makes cells that are out of sight when the browser idles, which takes it half a minute a
+"""JupyterLab makes cells that are out of sight when the browser idles, which takes half a minute a
 lab where cores are busy. With this it makes them at once."""
 
 

@@ -191,7 +191,7 @@ def told(runs: Runs) -> str:
               f"and the worst is {max(offs, default=0):.0%} off"]  # fmt: skip
     tried = [run for run in fixes if "tried" in run.metrics]
     lines += [f"{sum(map(_agrees, tried))} of {len(tried)} tries lie within the hand edit's spread"]
-    for run in runs.select(what="diagnosis"):
+    for run in (run for run in runs.select(what="diagnosis") if run.ok):
         script, (first, *_) = run.tags["script"], [*run.metrics["gains"], "nothing"]
         by_hand = {f.tags["fix"]: f.metrics["by_hand"] for f in fixes if f.has(script=script)}
         best = max(by_hand, key=by_hand.__getitem__, default="not measured")

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from labutils.profiling import cuda
+from labutils.profiling import cuda, measured_rates
 from labutils.profiling.cuda_architectures import try_unlisted_architecture
 from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.machine import machine_facts
@@ -41,6 +41,18 @@ def test_rates_lie_below_the_data_sheet_and_not_far(probed):
         if rate is not None:
             assert 0.4 * peak < rate < 1.05 * peak, dtype
     assert 0.6 * spec.bandwidth < probed.median("copy_gb_per_s") < 1.02 * spec.bandwidth
+
+
+def test_fp8_products_are_right():
+    if cuda.capability() < (8, 9):
+        pytest.skip("no FP8 matrix units")
+    torch.manual_seed(0)
+    a, b = torch.randn(256, 256, device="cuda"), torch.randn(256, 256, device="cuda")
+    for rowwise in (False, True):
+        product = measured_rates._fp8_product(a, b, rowwise)().float()
+        error = (product - a @ b.t()).norm() / (a @ b.t()).norm()
+        # E4M3 rounds each number by up to 6 %, and errors cancel in the sum
+        assert error < 0.06, rowwise
 
 
 def test_operations_run_no_faster_than_their_floor():

@@ -56,12 +56,11 @@ def test_counts_and_metrics_are_per_step(trace):
 
 
 def test_synchronisations_are_blamed_on_the_line_and_the_operator(trace):
-    copied, read = trace.sync_table()
-    assert (copied["where"], copied["line"]) == ("labutils/training.py: to_device", 10)
-    assert (copied["builtin"], copied["cause"]) == ("Tensor.to", "aten::to")
-    assert (copied["per_step"], copied["ms_per_step"]) == (0.5, us(20))
-    assert read["where"] == "labutils/training.py: log_loss" and read["phase"] == "log"
-    assert (read["cause"], read["call"]) == ("aten::item", "cudaStreamSynchronize")
+    copied, read = trace.waits
+    assert (str(copied.where), copied.where.line) == ("labutils/training.py: to_device", 10)
+    assert (copied.builtin, copied.cause, copied.ms) == ("Tensor.to", "aten::to", us(40))
+    assert str(read.where) == "labutils/training.py: log_loss" and read.phase == "log"
+    assert (read.cause, read.call) == ("aten::item", "cudaStreamSynchronize")
     on_another_thread = [
         mark("backward", 0, 100),
         kernel("k", 5, 10, 9),

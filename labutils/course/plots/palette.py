@@ -13,8 +13,12 @@ PURPLE, MIST, ROSE = "#5E3A87", "#B3C4CF", "#EBA696"
 
 Fill = tuple[str, str]
 """A colour and a hatch."""
-LANE_MARKS = {"article": (NAVY, "o"), "same work": (TEAL, "s"), "same mathematics": (AMBER, "D")}
-LANE_MARKS["other"] = (PURPLE, "^")
+LANE_MARKS = {
+    "article": (NAVY, "o"),
+    "same work": (TEAL, "s"),
+    "same mathematics": (AMBER, "D"),
+    "other": (PURPLE, "^"),
+}
 """A lane's colour and marker; "other" for rungs in no lane of the course."""
 FILLS = (
     (NAVY, ""),

@@ -170,11 +170,17 @@ def _bitsandbytes(compute_dtype: torch.dtype) -> Make:
     return make
 
 
+def _frozen_nf4(compute_dtype: torch.dtype) -> Make:
+    with _installed_by("make install", "bitsandbytes"):
+        import bitsandbytes  # noqa: F401  it makes the bytes
+    return FrozenNF4Linear.from_linear
+
+
 MAKERS: dict[str, Callable[[torch.dtype], Make]] = {
     "fp8-frozen": lambda compute_dtype: FrozenFP8Linear.from_linear,
     "fp8-te": _transformer_engine,
     "nf4": _bitsandbytes,
-    "nf4-frozen": lambda compute_dtype: FrozenNF4Linear.from_linear,
+    "nf4-frozen": _frozen_nf4,
 }
 """Kind -> compute dtype -> what makes one such layer of a frozen nn.Linear."""
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -90,7 +91,10 @@ def watch(
         for record in _files(working, "record"):
             trace = working / record.name.replace("record", "trace")
             if trace.exists():
-                return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
+                try:
+                    return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
+                except ValueError as error:  # a full disk cuts it off
+                    raise NoDiagnosis(str(error)) from None
         why = _why(command, exit_code, notes, stages)
         raise NoDiagnosis(why, STOPPED if exit_code == STOPPED else 1)
 
@@ -153,7 +157,9 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
                 if why := _unseen([_read(path) for path in _files(working, "process")]):
                     words = f"no step yet after {SAY_AFTER_S:.0f} s: {why} If it loads, wait."
                     print(f"labutils diagnose: {words}", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:  # the script got it as well; what was measured counts
+    except KeyboardInterrupt as told:  # what was measured counts
+        if told.args:  # a signal that, other than Ctrl-C in a terminal, this process alone got
+            process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
             process.wait(END_WITHIN_S)
         return STOPPED

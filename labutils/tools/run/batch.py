@@ -83,7 +83,8 @@ class _Stop:
 
     def _end(self, *_: object) -> None:
         if self.kernel:
-            (self.kernel.end if self.asked else self.kernel.stop)("stopped")
+            end = self.kernel.end if self.asked else self.kernel.stop
+            end("stopped")
         self.asked = True
 
 

@@ -63,6 +63,7 @@ class Kernel:
             **variables,
         }
         self._process: Any = None
+        self._late: threading.Timer | None = None
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
         self._sockets = tempfile.TemporaryDirectory(prefix="labutils-")
 
@@ -72,9 +73,9 @@ class Kernel:
             return self.end(because)
         self.ended_because = self.ended_because or because
         self._process.send_signal(signal.SIGINT)
-        late = threading.Timer(GRACE_S, self.end, [because])
-        late.daemon = True
-        late.start()
+        self._late = threading.Timer(GRACE_S, self.end, [because])
+        self._late.daemon = True
+        self._late.start()
 
     def end(self, because: str) -> None:
         """End the process, then all that it started. One that is about to start ends at once."""
@@ -85,6 +86,8 @@ class Kernel:
             end_marked(MARK, self._mark)
 
     def close(self) -> None:
+        if self._late:
+            self._late.cancel()
         self.end("over")
         self._printed.close()
         self._sockets.cleanup()

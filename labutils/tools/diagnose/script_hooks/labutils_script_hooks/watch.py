@@ -24,7 +24,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -57,7 +57,7 @@ class Watch:
         self.now: Counter[str] = Counter()
         """Of this step so far: `data_ms`, `fetch_cpu_ms`, `batches`, `backwards`."""
         self.counts: list[Counter[str]] = []
-        self.batches: list[dict[str, Any]] = []
+        self.batches: deque[dict[str, Any]] = deque(maxlen=64)  # what came before training goes
         self.loaders: Any = weakref.WeakKeyDictionary()  # iterator -> its DataLoader
         self.loader: dict[str, Any] = {}
         self.profiler: Any = None
@@ -313,7 +313,7 @@ class Watch:
             "calls": self.calls.rows(WATCHED_STEPS),
             "sync_lines": {at: count / WATCHED_STEPS for at, count in self.sync_lines.items()},
             "loader": self.loader,
-            "batch_facts": self.batches,
+            "batch_facts": list(self.batches),
             "optimizer": facts.of_optimizer(self.leader()),
             "config": facts.of_settings(self.on_gpu),
         }
