@@ -136,7 +136,8 @@ decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.it
 
 # %% [markdown]
 # A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. No GPU
-# decodes PNG, the format of article A1's dataset. The course installs neither library. Where they are, these cells run.
+# decodes PNG, the format of article A1's dataset. The course installs neither library. Where they are installed, these cells
+# run.
 
 # %%
 with lab.attempt("JPEG decoded by the GPU", experiment="decode", format="JPEG", on_gpu=True):
@@ -201,8 +202,8 @@ with lab.attempt("forgetting files"):
 # Some disks keep a cache of their own, and some systems decline to forget. The article's advice is about slow storage, a
 # network's for example. Put your dataset's folder into `files` to test yours.
 #
-# A *memory map* is a file that is addressed like memory. It holds pixels, decoded and resized once. Its pages are in the page
-# cache, so all workers share one copy, and a dataset larger than memory goes as well.
+# A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. Its pages are in the
+# page cache, so all workers share one copy, and a dataset larger than memory goes as well.
 
 # %%
 shape = (len(files), side, side, 3)
@@ -239,8 +240,8 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 # **Question.** When does a faster decoder, a cache or another worker shorten the step?
 #
 # **Technique.** Lab 03's law. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes $r + c$,
-# with $w$ workers $\max(c, r / w)$, as long as there are cores for them. All three do the same thing, they make $r / w$
-# smaller. None gets a step below $c$.
+# with $w$ workers $\max(c, r / w)$, as long as there are cores for them. All three make $r / w$ smaller. None gets a step below
+# $c$.
 
 
 # %%
@@ -319,8 +320,8 @@ with lab.attempt("the law's picture"):
 # **Question.** The article sets `OMP_NUM_THREADS`, which "prevents oversubscription". What happens without it?
 #
 # **Technique.** PyTorch's operations on a CPU use as many threads as there are cores. Eight processes on eight cores then start
-# 64 threads, which push each other off the cores. DataLoader gives its workers one thread each. Nobody does that for processes
-# that you start yourself.
+# 64 threads, which push each other off the cores. DataLoader gives its workers one thread each. Processes that you start
+# yourself keep all of theirs.
 
 # %%
 RESIZER = """
@@ -400,7 +401,7 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 #
 # **Question.** You have a script that is too slow. Can one look tell which change pays?
 #
-# **Technique.** Here is one as people write them. Nothing in it knows this course.
+# **Technique.** Here is a script as people write them. Nothing in it knows this course.
 
 # %%
 SCRIPT = """
@@ -469,7 +470,7 @@ fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
 steps = max(18, 6 * workers)  # the first third isn't timed: workers begin with two batches each
 shares = []
-for _ in range(2 if tiny else 3):  # by turns, so that a slow moment is slow for both
+for _ in range(1 if tiny else 3):  # by turns, so that a slow moment is slow for both
     plain, other = script_ms(), script_ms(workers, steps)
     shares.append(1 - other / plain)
     print(f"{plain:.1f} ms a step, with workers={workers} {other:.1f}: {other / plain - 1:+.0%}")
@@ -479,7 +480,7 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix alone,
-# by turns with the loop as it was: `labutils/tools/ablations.py`. Which fixes are measured was chosen beforehand.
+# by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
 
 # %%
 fixes = ("workers", "batch size", "capture", "caching")
@@ -498,7 +499,7 @@ lab.table(ablations.fix_table(there))
 # *Measured* is the median of the rounds, with the least and the most. For *padding* the unit is time per useful token, since
 # the step itself changes size. A negative gain is a loss. Gains don't add up: what one fix has saved, the next can't save
 # again. Article A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and
-# `iostat`. They are programs of their own, and tell where time goes, not what a change would save.
+# `iostat`. They are programs of their own. They tell where time goes, and not what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 
