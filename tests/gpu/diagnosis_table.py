@@ -110,7 +110,7 @@ class Script:
             command, changes, workers = plans[name]
             if not any("why" in run for run in self.runs.setdefault(name, [])):
                 stages = Stages(STAGES.warmup + trial.PREFETCHED * workers, STAGES.timed)
-                run = trial._run(command, changes, stages)
+                run = trial.run(command, changes, stages)
                 told = run.get("why") or f"{np.median(run['step_ms']):.1f} ms a step"
                 print(f"{self.name}, {name}: {told}", flush=True)
                 self.runs[name].append(run)
@@ -123,7 +123,7 @@ class Script:
         samples, status = {"base_ms": _steps(self.runs[BASE])}, "ok"
         for kind, name in kinds.items():
             runs = self.runs.get(name, [{"why": "it can't be tried"}])
-            found, samples[f"{kind}_ms"] = trial._judged(fix, self.runs[BASE], runs), _steps(runs)
+            found, samples[f"{kind}_ms"] = trial.judged(fix, self.runs[BASE], runs), _steps(runs)
             if found.measured is None:
                 status = f"error: {found.why}" if kind != "tried" else status
             else:

@@ -57,7 +57,7 @@ def test_all_fixes_go_into_a_trainer_from_outside():
     changes = {"num_workers": 1, "persistent_workers": True, "pin_memory": False}
     changes |= {"optimizer": "adamw-fused", "attention": "sdpa", "checkpointing": "off"}
     changes |= {"precision": "bf16", "logging": "ring-buffer"}
-    plain, changed = (trial._run(command, what, Stages(1, 3, 1)) for what in ({}, changes))
+    plain, changed = (trial.run(command, what, Stages(1, 3, 1)) for what in ({}, changes))
     assert len(changed["step_ms"]) == 3 and {*changes} - {*changed["done"]} == set()
     said = trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [changed])
     assert said.startswith("the same")

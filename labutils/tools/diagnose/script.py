@@ -86,20 +86,20 @@ def watch(
     with working_folder() as name:
         working = Path(name)
         settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
-        exit_code = _run(command, settings, working)
-        notes = [_read(path) for path in _files(working, "process")]
-        for record in _files(working, "record"):
+        exit_code = run(command, settings, working)
+        notes = [read(path) for path in files(working, "process")]
+        for record in files(working, "record"):
             trace = working / record.name.replace("record", "trace")
             if trace.exists():
                 try:
-                    return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
+                    return Watched(exit_code, of_record(read(record), Trace.read(trace)))
                 except ValueError as error:  # a full disk cuts it off
                     raise NoDiagnosis(str(error)) from None
         why = _why(command, exit_code, notes, stages)
         raise NoDiagnosis(why, STOPPED if exit_code == STOPPED else 1)
 
 
-def _files(working: Path, kind: str) -> list[Path]:
+def files(working: Path, kind: str) -> list[Path]:
     """The hooks' files of one kind, the oldest first."""
     return sorted(working.glob(f"{kind}-*.json"), key=_age)
 
@@ -129,7 +129,7 @@ def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
+def run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
     """Its exit code; 0 where it was ended because its steps had been measured. What it prints is
     shown, unless fixes are tried in it.
     """
@@ -149,12 +149,12 @@ def _run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> 
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(0.5)
-            measured = [] if settings["keep_going"] else _files(working, "record")
+            measured = [] if settings["keep_going"] else files(working, "record")
             if measured and time.time() - _age(measured[0]) > END_WITHIN_S:
                 return 0
             if time.monotonic() > say_at:
                 say_at = float("inf")
-                if why := _unseen([_read(path) for path in _files(working, "process")]):
+                if why := _unseen([read(path) for path in files(working, "process")]):
                     words = f"no step yet after {SAY_AFTER_S:.0f} s: {why} If it loads, wait."
                     print(f"labutils diagnose: {words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt as told:  # what was measured counts
@@ -186,7 +186,8 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """What a file of the hooks says; nothing where it was cut off."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError):  # its process was killed while writing

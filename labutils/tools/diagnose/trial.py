@@ -52,13 +52,13 @@ def tries(
             if not any("why" in run for run in [*runs[""], *runs[name]]):
                 words = f"trying {name or 'the script as it is'}, round {turn + 1} of {rounds}"
                 print(words, file=sys.stderr, flush=True)
-                runs[name].append(_run(command, plans[name], stages))
-    found = {fix.name: _judged(fix, runs[""], runs[fix.name]) for fix in fixes}
+                runs[name].append(run(command, plans[name], stages))
+    found = {fix.name: judged(fix, runs[""], runs[fix.name]) for fix in fixes}
     edit = Try(why="can't be put in place from outside: edit the script")
     return {fix.name: edit for fix in best} | found
 
 
-def _run(
+def run(
     command: Sequence[str], changes: Mapping[str, Any], stages: script.Stages
 ) -> dict[str, Any]:
     """One process: `step_ms`, `losses`, and what was `done`; or `why` there is none of it."""
@@ -67,10 +67,10 @@ def _run(
     with script.working_folder() as folder:
         working = Path(folder)
         settings = vars(stages) | {"folder": folder, "keep_going": False, "try": changes}
-        if script._run(command, settings, working) == script.STOPPED:
+        if script.run(command, settings, working) == script.STOPPED:
             raise KeyboardInterrupt
         kinds = ("record", "tried", "process")
-        found = [[script._read(path) for path in script._files(working, kind)] for kind in kinds]
+        found = [[script.read(path) for path in script.files(working, kind)] for kind in kinds]
     records, tried, notes = found
     if not records:
         errors = [note["failed"] for note in notes if "failed" in note]
@@ -81,7 +81,8 @@ def _run(
     return {"step_ms": records[0]["step_ms"]} | seen
 
 
-def _judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Try:
+def judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> Try:
+    """What the runs before and after a fix say of it."""
     if why := next((run["why"] for run in [*before, *after] if "why" in run), ""):
         return Try(why=why)
     times = ([run["step_ms"] for run in runs] for runs in (before, after))
