@@ -155,8 +155,10 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
 
 
 def _twice(runs: Runs, base: Run) -> effects.Twice:
-    """A base and the same measured again: this one, else another one of its experiment."""
+    """A base and the same measured again: this one, else another one of its comparison, else of its
+    experiment."""
     others = runs.select(base.lab, experiment=base.tags["experiment"], again=True)
+    others = [one for one in others if one.comparison == base.comparison] or others
     again = runs.one(base.lab, **(base.tags | {"again": True})) or next(iter(others), None)
     first = again and runs.one(base.lab, **(again.tags | {"again": False}))
     return (first, again) if first else None

@@ -166,6 +166,11 @@ def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time(
     assert judge(claim(direction="less"), runs).verdict == CONFIRMED
     one = claim(runs={"base": CHANGED, "changed": BASE}, direction="more")
     assert judge(one, runs).effects[""].again  # the noise of the rounds, whatever is compared
+    elsewhere = [
+        replace(run, tags=run.tags | {"size": 1}, comparison="a busy hour")
+        for run in times(100, 50, again=130)
+    ]
+    assert judge(one, Runs([*elsewhere, *runs])).verdict == CONFIRMED
 
 
 def test_a_gain_is_compared_with_another_and_over_sizes():
