@@ -50,9 +50,12 @@ class Effect:
 
     @property
     def direction(self) -> int:
-        """-1 for surely less, 1 for surely more, 0 where the interval or the noise hides it."""
-        floor_low, floor_high = self.noise or (1.0, 1.0)
-        return (self.low > max(1.0, floor_high)) - (self.high < min(1.0, floor_low))
+        """-1 for surely less, 1 for surely more, 0 where the interval or the noise hides it. Which
+        of the base's two visits came out slower is chance: noise hides as much on either side.
+        """
+        low, high = self.noise or (1.0, 1.0)
+        floor = max(high, 1 / low) if low > 0 else math.inf
+        return (self.low > floor) - (self.high < 1 / floor)
 
     @property
     def unsteady(self) -> bool:

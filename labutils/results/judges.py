@@ -264,7 +264,9 @@ def ratio(claim: Claim, runs: Runs) -> Judgement:
     for label, one in changes.items():
         place = order.index(label) + 1 if len(claim.published) > 2 else -1
         least, most = _band((claim.published[0], claim.published[place]), claim.how)
-        within = _inside(one.low, one.high, least, most)
+        # What noise hides may be nothing at all.
+        ends = one.low, one.high, *([] if one.direction else [1.0])
+        within = _inside(min(ends), max(ends), least, most)
         wanted = 1 if least >= 1 else -1 if most <= 1 else 0
         held.append(None if within and wanted and one.direction != wanted else within)
         bands.append(f"{least:.2f} to {most:.2f}")

@@ -159,7 +159,11 @@ def test_compare_by_direction_and_size(changed, direction, size, verdict):
 
 
 def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time():
-    assert judge(claim(direction="less"), times(100, 98, again=97.5)).verdict == INCONCLUSIVE
+    for again in (97.5, 102.5):  # which of two visits is slower is chance
+        assert judge(claim(direction="less"), times(100, 98, again=again)).verdict == INCONCLUSIVE
+    more = claim("ratio", form="percent", published=(1.9,), tolerance=5, direction="more")
+    for changed, verdict in ((98.5, INCONCLUSIVE), (97, REFUTED)):
+        assert judge(more, times(100, changed, again=102)).verdict == verdict
     found = judge(claim(direction="less"), times(100, 50, again=110))
     assert found.verdict == INCONCLUSIVE and "nsteady" in found.why
     runs = times(100, 50, again=101)
