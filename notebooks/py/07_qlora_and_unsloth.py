@@ -34,7 +34,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 141 GB | 6 minutes |
+# | `full` | a GPU of 141 GB | 9 minutes |
 #
 # At `full` the models are Qwen3-8B and Qwen3-32B, at `small` Qwen3-0.6B. Weights are random unless you set `weights = "hub"`:
 # time and memory are the real model's. A CPU shows the techniques and counts. It has no speed of a GPU to show, and no unsloth.
@@ -449,7 +449,7 @@ host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
-# **Prediction.** On packed rows of 4,096 tokens the H200 takes 392 ms a step with 16-bit weights. By how many percent is it longer
+# **Prediction.** On packed rows of 4,096 tokens the H200 takes 395 ms a step with 16-bit weights. By how many percent is it longer
 # with 4 bits?
 
 # %%
@@ -494,10 +494,10 @@ lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
 # One rule holds in both labs: the slower of GPU and host decides. On full rows the GPU does, and restoring costs its bytes, a few
-# percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. On the H200 that made
-# 85 ms, for 672 calls of such layers.
+# percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. Beside the H200
+# that made 111 ms, for 672 calls of such layers.
 #
-# There is a trap: with PEFT's own layers, 4 bits read as 6 % *faster*. Its LoRA layer for plain weights turns the input into
+# There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
 # **Takeaway.** Predict a format's cost from its bytes. If a step takes longer than that, look at the launches.
@@ -562,8 +562,8 @@ lab.show(by_texts["long"], columns, experiment="methods", texts="long", method=(
 lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 57 % longer. Half of that came from
-# checkpoints, and half from the casts: between the blocks everything is float32.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer. Checkpoints made
+# 39 of that. Restoring weights makes 3, by the formula. The casts make the rest: between the blocks everything is float32.
 #
 # QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length. Offloading adds
 # little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the loss chunk by
@@ -704,7 +704,7 @@ for run in (around, within):
 print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".format(*counts))
 
 # %% [markdown]
-# **Prediction.** On the H200 unsloth trains 9,520 useful tokens a second on packed rows, in 7.5 GB. How many times as many does the
+# **Prediction.** On the H200 unsloth trains 9,620 useful tokens a second on packed rows, in 7.5 GB. How many times as many does the
 # recipe *4 bits, compiled, checkpointed* train?
 
 # %%
