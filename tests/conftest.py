@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-# Set before anything imports labutils, and inherited by kernels and subprocesses: generated images
-# are made once.
-CACHE = Path(tempfile.mkdtemp(prefix="labutils-cache-"))
-os.environ["LABUTILS_CACHE"] = str(CACHE)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, so none may wait for one
-atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with the other workers
+else:
+    # Set before anything imports labutils, and inherited by workers, kernels and subprocesses:
+    # generated images are made once.
+    CACHE = tempfile.mkdtemp(prefix="labutils-cache-")
+    os.environ["LABUTILS_CACHE"] = CACHE
+    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
