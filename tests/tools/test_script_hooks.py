@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import logging
 import sys
@@ -18,27 +17,6 @@ sys.path.append(str(HOOKS))
 from labutils_script_hooks import calls, compat, facts
 
 HERE = Path(__file__).name
-
-
-@pytest.mark.parametrize("lazily", [False, True])
-def test_the_hook_stays_until_its_module_is_executed(lazily, tmp_path, monkeypatch):
-    """Libraries look for torch's spec before they import it; that must not use the hook up."""
-    (tmp_path / "waited_for.py").write_text("value = 1")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "waited_for", raising=False)
-    acted, before = [], list(sys.meta_path)
-    compat.WhenImported("waited_for", lambda: acted.append(1))
-    for _ in range(3):
-        spec = importlib.util.find_spec("waited_for")
-    if lazily:
-        spec.loader = importlib.util.LazyLoader(spec.loader)
-        sys.modules["waited_for"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["waited_for"])
-    assert acted == []
-    assert importlib.import_module("waited_for").value == 1
-    assert acted == [1] and sys.meta_path == before
-    compat.WhenImported("waited_for", lambda: acted.append(2))
-    assert acted == [1, 2]
 
 
 @torch.no_grad()
