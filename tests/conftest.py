@@ -13,14 +13,19 @@ from pathlib import Path
 
 import pytest
 
-# Set before anything imports labutils, and inherited by kernels and subprocesses: generated images
-# are made once.
-CACHE = Path(tempfile.mkdtemp(prefix="labutils-cache-"))
-os.environ["LABUTILS_CACHE"] = str(CACHE)
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, so none may wait for one
-atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with the other workers
+else:
+    # Set before anything imports labutils, and inherited by workers, kernels and subprocesses:
+    # generated images are made once.
+    CACHE = tempfile.mkdtemp(prefix="labutils-cache-")
+    os.environ["LABUTILS_CACHE"] = CACHE
+    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+
+LONG = ("labs", "diagnose_scripts", "jupyterlab", "learners_scripts", "diagnose_trials")
+LONG += ("launcher", "resume", "distributed")
+"""Files that take longest, which come first: at the end no core waits for the other's long one."""
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +85,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Labs, the longest, come first; what is marked `gpu` is skipped on a machine without one."""
-    items.sort(key=lambda item: item.path.name != "test_labs.py")
+    """The longest come first; what is marked `gpu` is skipped on a machine without one."""
+    places = {f"test_{name}.py": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONG)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -24,10 +24,6 @@ def op(name, start, end, thread=MAIN, **args):
     return slice_("cpu_op", name, start, end, thread, **args)
 
 
-def python(name, start, end, thread=MAIN):
-    return slice_("python_function", name, start, end, thread)
-
-
 def call(name, start, end, correlation, thread=MAIN):
     return slice_("cuda_runtime", name, start, end, thread, correlation=correlation)
 
@@ -61,8 +57,6 @@ TWO_STEPS = [
     mark("data", 0, 200),
     # a copy from pageable memory and the wait behind it: one synchronisation, 210 to 250
     mark("to_device", 200, 260),
-    python("labutils/training.py(10): to_device", 200, 260),
-    python("<built-in method to of Tensor object at 0x1>", 204, 256),
     op("aten::to", 205, 255),
     op("aten::_to_copy", 206, 254),
     op("aten::copy_", 207, 253),
@@ -77,12 +71,8 @@ TWO_STEPS = [
     op("aten::mm", 325, 342, **{"Input Dims": [[4096, 320], [320, 320]]}),
     call("cuLaunchKernelEx", 330, 340, 3),
     kernel("nvjet_hsh_128x256_64x4_TNT", 400, 450, 3, stream=20),
-    # .item() inside a library that one's own line calls: 515 to 550, the copy and the wait being
-    # one
+    # .item(): 515 to 550, the copy and the wait being one
     mark("log", 500, 600),
-    python("labutils/training.py(40): log_loss", 500, 600),
-    python("torch/amp/grad_scaler.py(300): <genexpr>", 505, 565),
-    python("<built-in method item of Tensor object at 0x2>", 508, 562),
     op("aten::item", 510, 560),
     op("aten::_local_scalar_dense", 512, 558),
     call("cudaMemcpyAsync", 515, 520, 4),

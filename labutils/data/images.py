@@ -80,6 +80,24 @@ def leaf_images(
     )
 
 
+def leaf_sizes(
+    cache_dir: str | Path, count: int, data: str = "generated", varied_for: int | None = None
+) -> list[tuple[tuple[int, int], int]]:
+    """((height, width), class) of each photograph that `leaf_images` gives. Nothing is decoded, and
+    nothing is drawn for it."""
+    if data == "hub":
+        images = leaf_images(cache_dir, count, data, varied_for)
+        return list(zip(image_sizes(images), images.with_format(None)["labels"], strict=True))
+    side = generated_images.LEAF_SIDE
+    return [
+        (
+            generated_images.varied_size(index, varied_for)[::-1] if varied_for else (side, side),
+            generated_images.leaf_class(index),
+        )
+        for index in range(count)
+    ]
+
+
 def _rows(paths: list[Path], name: str, values: list, kind: Any) -> datasets.Dataset:
     """A dataset of image files, and a second column `name` of a `kind` of values."""
     import datasets

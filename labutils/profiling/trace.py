@@ -32,13 +32,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from labutils.profiling.call_stacks import (
-    Frame,
     Slice,
-    blamed_frame,
     blamed_operator,
     enclosing,
     own_time,
-    python_stack,
 )
 from labutils.profiling.intervals import Interval, Lookup, difference, overlap, total, union
 from labutils.profiling.kernel_categories import category_of, is_thin
@@ -82,9 +79,7 @@ Work = tuple[Slice, str, float]
 class Wait(NamedTuple):
     """One time that the host waited for the GPU, or, from `host_reads`, read a tensor's value.
 
-    `call` is the CUDA call that waited and `cause` the PyTorch operator that made it. `where` is
-    the innermost function of one's own code (None without a Python stack), and `builtin` the C
-    function called last ("Tensor.item").
+    `call` is the CUDA call that waited and `cause` the PyTorch operator that made it.
     """
 
     start: float
@@ -92,8 +87,6 @@ class Wait(NamedTuple):
     call: str
     cause: str
     phase: str
-    where: Frame | None
-    builtin: str
 
     @property
     def ms(self) -> float:
@@ -104,8 +97,8 @@ class Trace:
     """A trace in memory: `Trace.read(path)` reads a file, `Trace(events)` a list of Chrome events.
 
     `kernels` and `copies` are the GPU's, `calls` the host's calls of CUDA, `annotations` the marks
-    of `record_function`. `ops` and `python` are PyTorch's operators and Python's functions, thread
-    by thread. All are in order of time. Raises `ValueError` where no event has a duration.
+    of `record_function`. `ops` are PyTorch's operators, thread by thread. All are in order of time.
+    Raises `ValueError` where no event has a duration.
     """
 
     def __init__(self, events: Iterable[dict[str, Any]], path: Path | None = None) -> None:
@@ -115,11 +108,9 @@ class Trace:
         self.calls: list[Slice] = []
         self.annotations: list[Slice] = []
         self.ops: dict[Any, list[Slice]] = defaultdict(list)
-        self.python: dict[Any, list[Slice]] = defaultdict(list)
         kinds = {"kernel": self.kernels, "gpu_memcpy": self.copies, "gpu_memset": self.copies}
         kinds |= {"cuda_runtime": self.calls, "cuda_driver": self.calls}
         kinds |= {"user_annotation": self.annotations}
-        threads = {"cpu_op": self.ops, "python_function": self.python}
         timed = [event for event in events if event.get("ph") == "X" and "ts" in event]
         if not timed:
             raise ValueError(
@@ -128,11 +119,11 @@ class Trace:
             )
         for event in timed:
             kind = event.get("cat")
-            series = threads[kind][event.get("tid")] if kind in threads else kinds.get(kind)
+            series = self.ops[event.get("tid")] if kind == "cpu_op" else kinds.get(kind)
             slice_ = _slice(event, timed[0]["ts"])
             if series is not None and slice_.ms >= 0:  # a damaged event lasts less than nothing
                 series.append(slice_)
-        for series in (*kinds.values(), *self.ops.values(), *self.python.values()):
+        for series in (*kinds.values(), *self.ops.values()):
             series.sort(key=lambda s: (s.start, -s.end))
 
     @classmethod
@@ -162,8 +153,7 @@ class Trace:
             start, end = self._step_marks[0][0], self._step_marks[-1][1]
             launched = {c.correlation for c in self.calls if start <= c.start < end} - {None}
             return start, max([end, *(w.end for w in gpu_work if w.correlation in launched)])
-        on_host = chain(*self.ops.values(), *self.python.values())
-        everything = [*gpu_work, *self.calls, *self.annotations, *on_host]
+        everything = [*gpu_work, *self.calls, *self.annotations, *chain(*self.ops.values())]
         return min(s.start for s in everything), max(s.end for s in everything)
 
     @property
@@ -234,7 +224,7 @@ class Trace:
     def _thin_correlations(self) -> set[int | None]:
         """Correlations of launches from matrix products that LoRA's rank makes thin."""
         thin = set()
-        for call, operators, _ in self._within(c for c in self.calls if _LAUNCH.match(c.name)):
+        for call, operators in self._within(c for c in self.calls if _LAUNCH.match(c.name)):
             product = next((op for op in reversed(operators) if op.name.endswith("mm")), None)
             if product and is_thin(product.name, product.dims):
                 thin.add(call.correlation)
@@ -274,20 +264,16 @@ class Trace:
 
     # The host
 
-    def _within(
-        self, items: Iterable[Slice]
-    ) -> Iterator[tuple[Slice, tuple[Slice, ...], tuple[Slice, ...]]]:
-        """(item, operators, Python functions) of those of `items` that begin within the wall time,
-        one thread after the other. The two are those that the item begins in, the outermost first.
+    def _within(self, items: Iterable[Slice]) -> Iterator[tuple[Slice, tuple[Slice, ...]]]:
+        """(item, operators that it begins in, the outermost first) of those of `items` that begin
+        within the wall time, one thread after the other.
         """
         by_thread: dict[Any, list[Slice]] = defaultdict(list)
         for item in self.recorded(items):
             by_thread[item.thread].append(item)
         for thread, mine in by_thread.items():
             moments = [item.start for item in mine]
-            operators = enclosing(self.ops.get(thread, ()), moments)
-            functions = enclosing(self.python.get(thread, ()), moments)
-            yield from zip(mine, operators, functions, strict=True)
+            yield from zip(mine, enclosing(self.ops.get(thread, ()), moments), strict=True)
 
     def launches(self) -> dict[str, float]:
         """Per step: kernels run; kernel launches, graph launches and copy calls made. {} without a
@@ -457,10 +443,9 @@ class Trace:
         )
         waits = []
         copy_start: float | None = None  # of a pageable copy whose operator synchronises next
-        nothing = Slice(0.0, 0.0, ""), (), ()
-        for (call, operators, functions), (following, following_operators, _) in pairwise(
-            [*self._within(may_wait), nothing]
-        ):
+        nothing = Slice(0.0, 0.0, ""), ()
+        inside = [*self._within(may_wait), nothing]
+        for (call, operators), (following, following_operators) in pairwise(inside):
             start = call.start if copy_start is None else copy_start
             copy_start = None
             if not _SYNC.match(call.name):
@@ -469,7 +454,7 @@ class Trace:
                     continue
                 if "DtoH" not in moved[call.correlation]:
                     continue
-            waits.append(self._wait(call, operators, functions, start))
+            waits.append(self._wait(call, operators, start))
         return sorted(waits, key=lambda wait: wait.start)
 
     def host_reads(self) -> list[Wait]:
@@ -482,13 +467,10 @@ class Trace:
         reads = [self._wait(*inside, inside[0].start) for inside in self._within(reading)]
         return sorted(reads, key=lambda wait: wait.start)
 
-    def _wait(
-        self, item: Slice, operators: Sequence[Slice], functions: Sequence[Slice], start: float
-    ) -> Wait:
+    def _wait(self, item: Slice, operators: Sequence[Slice], start: float) -> Wait:
         """The wait from `start` to the end of `item`, and who is to blame for it."""
         cause, phase = blamed_operator(operators), self.phase_at(item.start)
-        frames, builtin = python_stack(functions)
-        return Wait(start, item.end, item.name, cause, phase, blamed_frame(frames), builtin)
+        return Wait(start, item.end, item.name, cause, phase)
 
     def metrics(self, step_ms: float | None = None, data_ms: float | None = None) -> dict[str, Any]:
         """The numbers of a `Run`, per step; what does not apply to this trace is absent.

@@ -43,7 +43,7 @@ tiny, where nobody judges times, 2 keep a lab short."""
 ROUND_MS = {"tiny": 100, "small": 400, "full": 400}
 """A round lasts at least this long: a handful of 25 ms steps can't tell noise from drift."""
 SETTLE_MS = 100
-"""A recipe runs at least this long before it is timed."""
+"""A recipe runs at least this long on a GPU before it is timed."""
 LONG_MS = 50 * SETTLE_MS
 """A step of this length needs no settling, which would take as long again."""
 WATCH_MS = 2000
@@ -311,9 +311,11 @@ class Candidate:
     @property
     def steps_to_settle(self) -> int:
         """Steps until the batches that workers made ready are used up and the GPU's clock has risen
-        again; 0 where nothing is ready and a step is so long that the clock's rise is lost in it.
+        again; 0 where nothing is ready and there is no GPU, or a step is so long that the clock's
+        rise is lost in it.
         """
-        if not self.trainer.recipe.num_workers and self.step_ms > LONG_MS:
+        no_rise = self.step_ms > LONG_MS or self.trainer.workload.device.type == "cpu"
+        if no_rise and not self.trainer.recipe.num_workers:
             return 0
         return max(self.steps_to_drain, math.ceil(SETTLE_MS / self.step_ms))
 

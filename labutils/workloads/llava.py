@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from torch.utils.data import DataLoader
 
 from labutils.data.anyres import Collate, Examples, Geometry
-from labutils.data.images import image_sizes, leaf_images
+from labutils.data.images import leaf_images, leaf_sizes
 from labutils.data.packing import Layout
 from labutils.data.tokenizers import hub_tokenizer, llava_processor, llava_tokenizer
 from labutils.profiling.machine import usable_cores
@@ -217,11 +217,9 @@ class MultimodalLora(DecoderWorkload):
     def example_sizes(self, recipe: Recipe) -> list[ExampleSize]:
         """What every example takes, from its image's size and its class."""
         geometry, transform, side = self.size.geometry, self._examples(recipe), self.size.tile
-        images = self._images()
-        fixed = recipe.shapes == "fixed"
-        sizes = [(side, side)] * self.size.images if fixed else image_sizes(images)
         examples = []
-        for size, label in zip(sizes, images.with_format(None)["labels"], strict=True):
+        for size, label in leaf_sizes(*self._leaves):
+            size = (side, side) if recipe.shapes == "fixed" else size
             text, answer = transform.text_tokens(label)
             tokens = geometry.tokens(size) + text
             examples.append(ExampleSize(tokens, answer, geometry.tiles(size)))
@@ -229,8 +227,13 @@ class MultimodalLora(DecoderWorkload):
 
     @remembered
     def _images(self) -> Any:
+        return leaf_images(*self._leaves)
+
+    @property
+    def _leaves(self) -> tuple[Any, ...]:
+        """What tells the photographs: where, how many, from where, of which sizes."""
         varied_for = self.size.tile if self.name == "llava-lora-varied" else None
-        return leaf_images(self.cache_dir, self.size.images, self.data, varied_for)
+        return self.cache_dir, self.size.images, self.data, varied_for
 
     @remembered
     def _processor(self) -> Any:

@@ -14,8 +14,9 @@ from labutils.labs import lab07_qlora
 from labutils.labs.lab07_qlora import COMPILED, METHODS, ON_A_CPU, PACKED, QLORA, UNSLOTH
 from labutils.labs.ladders import A3_BASE
 from labutils.profiling.trace import profile
+from labutils.recipe import Unavailable
 from labutils.results.records import REFERENCE, read_runs
-from labutils.training import Benchmark, Trainer
+from labutils.training import Benchmark, Trainer, unsloth_run
 from labutils.training.model_edits import prepared_for_kbit
 from labutils.workloads import open_workload
 from labutils.workloads.decoder_workload import TARGETS
@@ -103,3 +104,12 @@ def test_the_rung_that_is_held_against_unsloth_has_its_rows_and_weights():
     for knob in ("shapes", "token_budget", "micro_batch", "rank", "predict", "optimizer"):
         assert getattr(ours, knob) == getattr(theirs, knob), knob
     assert (ours.base_linear, ours.checkpointing) == ("nf4-frozen", "blocks")
+
+
+def test_unsloth_is_not_asked_where_it_cant_run(texts, tmp_path, monkeypatch):
+    jobs = lab07_qlora.unsloth_jobs(texts)
+    with pytest.raises(Unavailable, match="kernels are written for GPUs"):
+        unsloth_run.train_with_unsloth(jobs, print, tmp_path)
+    monkeypatch.setattr(unsloth_run.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match="make unsloth"):
+        unsloth_run.check_unsloth("cuda")

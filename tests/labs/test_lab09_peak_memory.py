@@ -16,13 +16,13 @@ from labutils.workloads.stable_diffusion import on_drawn_latents
 PLAIN = Recipe(driver="eager", logging="ring-buffer", cache="latents+text", accumulation=1)
 
 
-def opened(name, folder, scale="tiny"):
-    return open_workload(name, scale, device="cpu", cache_dir=folder)
+def opened(name, scale="tiny"):
+    return open_workload(name, scale, device="cpu")
 
 
 @pytest.fixture(scope="module")
-def little(tmp_path_factory):
-    return on_drawn_latents(opened("sd15-lora", tmp_path_factory.mktemp("cache")))
+def little():
+    return on_drawn_latents(opened("sd15-lora"))
 
 
 # -------------------------------------------------------------------------------------- predicted
@@ -38,9 +38,9 @@ def little(tmp_path_factory):
         ("qwen3-lora-short", A3_BASE.but(layers="rewritten", loss="fused")),
     ],
 )
-def test_the_prediction_is_what_a_record_finds_in_the_step(room, recipe, little, tmp_path):
+def test_the_prediction_is_what_a_record_finds_in_the_step(room, recipe, little):
     """On a CPU both count the same shapes and lifetimes."""
-    workload = little if room == "sd15-lora" else opened(room, tmp_path)
+    workload = little if room == "sd15-lora" else opened(room)
     run, memory = predicted_and_recorded(workload, recipe)
     assert abs(run.metric("off")) < 0.01
     assert [name for _, name in memory.phases][-3:] == ["forward", "backward", "update"]
@@ -48,10 +48,10 @@ def test_the_prediction_is_what_a_record_finds_in_the_step(room, recipe, little,
     assert max(peaks) == memory.peak / 1e9 == pytest.approx(run.metric("peak_gb"), rel=0.01)
 
 
-def test_the_reference_machines_peaks_were_predictable(tmp_path):
+def test_the_reference_machines_peaks_were_predictable():
     """Plain loops on the H200. float32 without TF32 apart: there cuDNN picks convolutions with tens
     of GB of workspace."""
-    workload = opened("sd15-lora", tmp_path, "full")
+    workload = opened("sd15-lora", "full")
     drawn = on_drawn_latents(workload)
     example = {"pixel_values": torch.zeros(3, 512, 512), "input_ids": torch.zeros(77).long()}
     workload.dataset = lambda model, recipe: [example] * 8  # no pictures need be drawn
@@ -73,9 +73,9 @@ def test_the_reference_machines_peaks_were_predictable(tmp_path):
         assert peaks == pytest.approx([predicted] * len(peaks), rel=0.05), recipe
 
 
-def test_the_first_reading_of_qwen3_8b_was_predictable(tmp_path, monkeypatch):
+def test_the_first_reading_of_qwen3_8b_was_predictable(monkeypatch):
     """Four texts of 861 tokens through PEFT's LoRA in BF16 took 50.5 GB on an H200."""
-    workload = opened("qwen3-lora-long", tmp_path, "full")
+    workload = opened("qwen3-lora-long", "full")
     ids = torch.zeros(4, 861, dtype=torch.long)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
     monkeypatch.setattr(peak_memory, "worst_batch", lambda workload, recipe: batch)

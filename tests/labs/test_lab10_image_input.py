@@ -12,9 +12,8 @@ from labutils.workloads import open_workload
 
 
 @pytest.fixture(scope="module")
-def workload(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cache")
-    return open_workload("sd15-lora", "tiny", device="cpu", cache_dir=folder)
+def workload():
+    return open_workload("sd15-lora", "tiny", device="cpu")
 
 
 def pixels(workload):

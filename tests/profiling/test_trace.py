@@ -9,9 +9,9 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, Training, call, copy, kernel, mark, op, python
+from traces import AUTOGRAD, RUNS_AHEAD, TWO_STEPS, Training, call, copy, kernel, mark, op
 
-from labutils.profiling.call_stacks import Frame, Slice, enclosing, own_time
+from labutils.profiling.call_stacks import Slice, enclosing, own_time
 from labutils.profiling.intervals import total
 from labutils.profiling.kernel_categories import category_of, is_thin
 from labutils.profiling.trace import SHARES, Trace, cut_to_micro_step, profile
@@ -55,21 +55,18 @@ def test_counts_and_metrics_are_per_step(trace):
     assert trace.metrics(step_ms=0.1, data_ms=0.0)["gpu_busy"] == pytest.approx(190 / 199)
 
 
-def test_synchronisations_are_blamed_on_the_line_and_the_operator(trace):
+def test_synchronisations_are_blamed_on_the_operator(trace):
     copied, read = trace.waits
-    assert (str(copied.where), copied.where.line) == ("labutils/training.py: to_device", 10)
-    assert (copied.builtin, copied.cause, copied.ms) == ("Tensor.to", "aten::to", us(40))
-    assert str(read.where) == "labutils/training.py: log_loss" and read.phase == "log"
-    assert (read.cause, read.call) == ("aten::item", "cudaStreamSynchronize")
+    assert (copied.phase, copied.cause, copied.ms) == ("to_device", "aten::to", us(40))
+    assert (read.phase, read.cause, read.call) == ("log", "aten::item", "cudaStreamSynchronize")
     on_another_thread = [
         mark("backward", 0, 100),
         kernel("k", 5, 10, 9),
-        python("labutils/training.py(5): step", 0, 100),
         op("aten::item", 30, 50, AUTOGRAD),
         call("cudaStreamSynchronize", 35, 45, 0, AUTOGRAD),
     ]
     (wait,) = Trace(on_another_thread).waits
-    assert (wait.cause, wait.phase, wait.where) == ("aten::item", "backward", None)
+    assert (wait.cause, wait.phase) == ("aten::item", "backward")
 
 
 def test_every_moment_belongs_to_exactly_one_share(trace):
@@ -184,7 +181,7 @@ def test_without_a_gpu_what_does_not_apply_is_absent():
     assert trace.partition(step_ms=0.8, data_ms=0.1) == {"data": us(100), "host": us(700)}
     assert set(trace.metrics()) == {"traced_step_ms", "traced_steps", "data_share", "host_share"}
     assert all("idle_ms" not in row for row in trace.host_breakdown().values())
-    assert [(w.where.function, w.cause) for w in trace.host_reads()] == [("log_loss", "aten::item")]
+    assert [(w.phase, w.cause) for w in trace.host_reads()] == [("log", "aten::item")]
 
 
 def test_operators_of_a_cpu():
@@ -247,22 +244,6 @@ def test_products_that_a_rank_makes_thin():
     assert not is_thin("aten::mm", None)
 
 
-@pytest.mark.parametrize(
-    ("file", "own", "short"),
-    [
-        ("labutils/training.py", True, "labutils/training.py"),
-        ("/tmp/ipykernel_77/3141.py", True, "this notebook"),
-        ("/home/me/my_script.py", True, "my_script.py"),
-        ("/v/lib/python3.12/site-packages/torch/optim/adamw.py", False, "torch/optim/adamw.py"),
-        ("/usr/lib/python3.12/contextlib.py", False, "contextlib.py"),
-        ("<frozen os>", False, "<frozen os>"),
-    ],
-)
-def test_whose_code_a_file_is(file, own, short):
-    frame = Frame(file, 1, "f")
-    assert (frame.own, frame.short_file) == (own, short)
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=8),
     st.lists(st.integers(0, 40), max_size=8),
@@ -295,11 +276,7 @@ def test_a_real_trace_knows_its_steps_its_phases_and_who_read_a_value(tmp_path):
     assert counted == ["to_device", "forward", "backward", "clip", "optimizer", "log"]
     assert sum(row["ms"] for row in rows.values()) * 5 == pytest.approx(trace.wall_ms)
     reads = [read for read in trace.host_reads() if read.phase == "log"]
-    assert len(reads) == 2 * trace.steps
-    for read in reads:
-        assert str(read.where) == "traces.py: step"
-        assert read.where.line == Training.step.__code__.co_firstlineno
-        assert (read.builtin, read.cause) == ("Tensor.item", "aten::item")
+    assert [read.cause for read in reads] == 2 * trace.steps * ["aten::item"]
     assert {"GEMM", "reduction"} <= set(trace.categories())
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labutils.results.records import read_runs
+from labutils.results.records import Results, read_runs
 from labutils.tools.diagnose import Fix, diagnose, trial
 from labutils.tools.diagnose.edits import edits
 from labutils.tools.diagnose.script import Stages, watch
@@ -65,7 +65,7 @@ def test_all_fixes_go_into_a_trainer_from_outside():
     assert "CHANGES" in trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [worse])
 
 
-def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, capfd):
+def test_the_table_of_predictions_trials_and_hand_edits(tmp_path):
     """On a GPU it says how good the predictions are; here, whether it can be made."""
     scripts = yaml.safe_load((SCRIPTS / "hand_edits.yaml").read_text("utf-8"))
     for name, words in scripts.items():
@@ -73,9 +73,12 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, capfd):
         for edit in script.edits:
             path = Path(script.command(edit, workers=3)[1])
             assert compile(path.read_text("utf-8"), path, "exec") and "WORKERS" not in path.name
-    options = ["--results", str(tmp_path), "--tiny", "--rounds", "1"]
-    diagnosis_table.main([*options, "--only", "classifier"])
+    feeding, words = "shuffle=True", {"script": "plain_loop.py"}
+    words["tiny"] = "--device cpu --batch 8 --decode-ms 5"
+    words["edits"] = {"workers": {feeding: f"{feeding}, num_workers=WORKERS"}}
+    script = diagnosis_table.Script("plain", words, "tiny", tmp_path)
+    diagnosis_table.measure([script], Results(tmp_path), rounds=1, seconds=0)
     (fix,) = read_runs(tmp_path).select("10", what="fix")
     assert fix.ok and {"predicted", "tried", "by_hand", "again", "off"} <= fix.metrics.keys()
     assert fix.metrics["by_hand_losses"].startswith("the same")
-    assert "predicted steps are within 20%" in capfd.readouterr().out
+    assert "of 1 predicted steps are within 20%" in diagnosis_table.told(read_runs(tmp_path))

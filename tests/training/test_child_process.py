@@ -70,9 +70,9 @@ def test_orphans_in_sessions_of_their_own_are_ended():
 # ------------------------------------------------------------------------------ recipes
 
 
-def test_a_recipe_that_trains_in_a_child_tells_its_losses_and_one_that_cannot_why(tmp_path):
+def test_a_recipe_that_trains_in_a_child_tells_its_losses_and_one_that_cannot_why():
     recipe = STOCK.but(driver="eager", adapter="plain", cache="latents+text")
-    small = open_workload("sd15-lora", scale="small", device="cpu", cache_dir=tmp_path)
+    small = open_workload("sd15-lora", scale="small", device="cpu")
     run = try_isolated(small, recipe, steps=2, scale="tiny")
     assert (run.status, run.scale, run.recipe) == ("ok", "tiny", recipe.fitted_to("cpu").as_dict())
     assert (run.metrics["failed"], run.metrics["message"]) == (0, "")
