@@ -78,11 +78,8 @@ def test_solutions_are_in_the_instructors_files_only_and_nothing_tells_of_the_ma
 
 def test_the_instructors_edition_has_the_solutions_that_learners_do_not_see(made):
     answer = solutions.solutions_of("01")[0].splitlines()[1]
-    files = (made / edition / f"{LABS[1]}.ipynb" for edition in editions.EDITIONS)
-    sheet, student, instructor = map(words_of, files)
-    assert answer in instructor and answer not in student + sheet
-    with pytest.raises(ValueError, match="not as many exercises"):
-        solutions.with_solutions(nbformat.v4.new_notebook(), "01")
+    found = [answer in words_of(made / it / f"{LABS[1]}.ipynb") for it in editions.EDITIONS]
+    assert found == [False, False, True]
 
 
 def numbers_told(executed: nbformat.NotebookNode, name: str) -> set[float]:
@@ -138,9 +135,7 @@ def test_a_page_has_its_facts_glyphs_and_last_words(made, kind):
     assert "についての紹介" in words and "and so on" in words  # the table's last word
 
 
-def test_formulas_and_figures_are_there(made):
-    page = (made / "student" / f"{STEM}.html").read_text()
-    assert "<mfrac>" in page and '<div class="part prediction">' in page
+def test_a_figure_is_in_the_pdf(made):
     kinds = [pypdfium2.raw.FPDF_PAGEOBJ_IMAGE]
     pages = pypdfium2.PdfDocument(made / "student" / f"{STEM}.pdf")
     assert sum(len(list(page.get_objects(filter=kinds))) for page in pages) == 1
