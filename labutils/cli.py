@@ -66,16 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"labutils {__version__}")
     commands = parser.add_subparsers(dest="tool", metavar="COMMAND", required=True)
     doctor = commands.add_parser("doctor", help="check this machine, and say what to type")
-    doctor.add_argument("--json", action="store_true", help="findings for machines")
+    doctor.add_argument("--json", action="store_true", help="print findings as JSON")
     _add_run(commands)
-    report = commands.add_parser("report", help="every claim: published, reference, here, verdict")
-    report.add_argument("--json", action="store_true", help="verdicts for machines")
+    report = commands.add_parser("report", help="every claim: published, H200, here, verdict")
+    report.add_argument("--json", action="store_true", help="print verdicts as JSON")
     _add_results(report)
     handouts = commands.add_parser("handouts", help="executed labs to give out: HTML and PDF")
-    text = '"03" or a name; none: all, and the course as a PDF'
+    text = '"03" or a name; without any: all labs, and the course as a PDF'
     handouts.add_argument("labs", nargs="*", metavar="LAB", help=text)
     _add_results(handouts)
-    text = "where they go (results/handouts/NAME)"
+    text = "folder to write to (results/handouts/NAME)"
     handouts.add_argument("--out", type=_folder, metavar="DIR", help=text)
     _add_diagnose(commands)
     return parser
@@ -83,17 +83,17 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
     run = commands.add_parser("run", help="run labs from beginning to end, by papermill")
-    run.add_argument("labs", nargs="*", metavar="LAB", help='"03", a name or a path; none: all')
+    run.add_argument("labs", nargs="*", metavar="LAB", help='"03", a name or a path; without: all')
     scales = ", ".join(parameters.CHOICES["scale"])
     run.add_argument("--scale", default="auto", help=f"{scales} (auto: the largest that fits)")
     for name, default in (("weights", "random"), ("data", "generated")):
-        choices = parameters.CHOICES[name]
-        run.add_argument(f"--{name}", default=default, choices=choices, help=f"({default})")
-    text = "folder of results.jsonl; again with it goes on there"
+        allowed = {"default": default, "choices": parameters.CHOICES[name]}
+        run.add_argument(f"--{name}", help=f"hub: the real ones ({default})", **allowed)
+    text = "folder to keep results in; given again, the run goes on where it stopped"
     run.add_argument("--results", type=_folder, metavar="DIR", help=text)
     words = {"nargs": 2, "action": "append", "default": [], "metavar": ("NAME", "VALUE")}
     run.add_argument("-p", dest="given", help="a lab's own parameter", **words)
-    run.add_argument("--force", action="store_true", help="also labs that are done in the folder")
+    run.add_argument("--force", action="store_true", help="run labs that are done, too")
     limit = {"type": _count, "default": 1800, "metavar": "S"}
     run.add_argument("--timeout", help="seconds a lab may take (1800)", **limit)
 
@@ -109,7 +109,7 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     )
     diagnose.add_argument("command", nargs="*", help=argparse.SUPPRESS)
     for name, default, what in (
-        ("warmup", 4, "optimizer steps passed over first"),
+        ("warmup", 4, "optimizer steps skipped first"),
         ("timed", 10, "steps timed without the profiler"),
         ("steps", 3, "steps profiled"),
     ):
@@ -118,13 +118,12 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
     diagnose.add_argument("--keep-going", action="store_true", help="let the script run on")
     text = "run the script again with each fix put in place, and measure it"
     diagnose.add_argument("--try", dest="try_fixes", action="store_true", help=text)
-    text = "a page with timeline, shares and fixes"
-    diagnose.add_argument("--html", type=Path, metavar="FILE", help=text)
-    diagnose.add_argument("--json", action="store_true", help="the diagnosis as the last line")
+    diagnose.add_argument("--html", type=Path, metavar="FILE", help="draw the step on a page")
+    diagnose.add_argument("--json", action="store_true", help="print the diagnosis as JSON, last")
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    text = "another set of results than the newest"
+    text = "folder of results to read (the newest)"
     parser.add_argument("--results", type=_folder, metavar="DIR", help=text)
 
 

@@ -313,8 +313,9 @@ class Lab:
             off = f"{abs(guess - truth):.3g}"
             if guess > 0 and truth > 0:
                 off = f"{max(guess, truth) / min(guess, truth):.2f}x"
-            where = "" if topic in here else ", on the H200"
-            rows.append((topic, f"{guess:g} {unit}", f"{truth:.3g} {unit}{where}", off))
+            off += " too high" if guess > truth else " too low" if guess < truth else ""
+            measured = f"{tables.cell(float(truth))} {unit}".rstrip() + ", on the H200" * bool(on)
+            rows.append((topic, f"{guess:g} {unit}", measured, off))
         self.table(*rows)
         seconds = round(time.perf_counter() - self._opened, 1)
         sources = records.told_sources()

@@ -36,7 +36,7 @@ def pytest_runtest_makereport(
     """A test that fails keeps a picture of what its page showed, and says where it is."""
     report = yield
     page = item.funcargs.get("page")
-    if report.failed and call.when == "call" and page:
+    if report.failed and call.when == "call" and page and hasattr(item.config, "cache"):
         kept = item.config.cache.mkdir("browser") / f"{item.name}.png"
         with contextlib.suppress(Error):  # the page is gone
             page.screenshot(path=kept)

@@ -60,26 +60,19 @@ def open_page(page: Page, file: Path) -> None:
     page.wait_for_load_state("networkidle")
 
 
-@pytest.mark.parametrize("stem", [*STEMS, "index"])
+@pytest.mark.parametrize("stem", [*STEMS, "index", HOSTILE])
 def test_a_page_asks_for_nothing_and_fits_its_window(page, pages, stem):
     file = pages / f"{stem}.html"
     open_page(page, file)
     assert [address for address in page.asked if not address.startswith("data:")] == [file.as_uri()]
-    assert page.complaints == []
+    assert page.complaints == [] and page.url == file.as_uri()
     parts = "[...document.querySelectorAll('pre, .output')]"
     wide = "part => part.scrollWidth > part.clientWidth + 1"
     # On a desk its parts are not wider either.
     assert page.evaluate(f"{parts}.filter({wide}).map(part => part.innerText.slice(0, 80))") == []
-    for width in (1280, 900, 400):
+    for width in (1280, 900, 400) if stem != HOSTILE else ():
         page.set_viewport_size({"width": width, "height": 900})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_a_strangers_page_asks_for_nothing(page, pages):
-    file = pages / f"{HOSTILE}.html"
-    open_page(page, file)
-    assert [address for address in page.asked if not address.startswith("data:")] == [file.as_uri()]
-    assert page.complaints == [] and page.url == file.as_uri()
 
 
 def test_a_page_forbids_what_would_be_loaded(page, pages, tmp_path):
@@ -112,7 +105,6 @@ def test_figures_words_code_tables_and_formulas_are_seen(page, pages, stem):
         off = [np.abs(seen - figure).mean() for figure in held]
         assert off[at] < 5
         assert off[at] == min(off), "another figure stands in its place"
-    assert page.locator("h1").count() == 1
     parts = ("h1", ".facts td", "main p", ".input pre", ".exercise-input pre", "table", "nav a")
     for part in parts:
         first = page.locator(part).first

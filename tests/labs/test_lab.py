@@ -212,7 +212,7 @@ def test_predictions_are_kept_and_scored(lab, capsys):
     assert scored == {"best number of workers": (2, None), "step at 3 workers": (50.0, "H200")}
     assert sorted(scores_of(kept)["on"]) == ["", "H200"]
     said = capsys.readouterr().out
-    assert "No prediction of *step at 0 workers*" in said and "2.00x" in said
+    assert "No prediction of *step at 0 workers*" in said and "2.00x too high" in said
     for value in ("three", True, [3], float("nan"), 10**400):
         with pytest.raises(LabError, match="finite number of ms, or None"):
             lab.predict("step", value, "ms")

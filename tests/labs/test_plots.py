@@ -107,7 +107,7 @@ def test_breakdown_adds_up_and_names_only_what_can_be_seen(ax):
 
 def test_names_of_a_roofline_find_room_beside_their_neighbours(ax):
     places = {"Self-attention": (2048, 275), "UNet convolution": (1324, 475), "top": (1365, 780)}
-    places |= {"SiLU": (1, 3.7), "close to top": places["top"]}
+    places |= {"SiLU": (1, 3.7), "close to top": places["top"], "in a cache": (8, 3000)}
     runs = {
         name: Run("00", name, metrics={"intensity": at, "flops": rate * 1e9, "alone_ms": 1.0})
         for name, (at, rate) in places.items()
@@ -115,6 +115,7 @@ def test_names_of_a_roofline_find_room_beside_their_neighbours(ax):
     plots.roofline(ax, {"bf16": Roofline(800, 4000)}, runs)
     assert_tidy(ax)
     assert sorted(text.get_text() for text in ax.texts) == sorted(places)
+    assert ax.get_ylim()[1] > 3000
     assert "bf16: 800 TFLOP/s, 4,000 GB/s" in texts(ax)
 
 

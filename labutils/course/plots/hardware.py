@@ -65,10 +65,10 @@ def roofline(ax: Axes, roofs: Mapping[str, Roofline], runs: Mapping[str, Run]) -
         label = f"{name}: {cell(roof.rate)} TFLOP/s, {cell(roof.bandwidth)} GB/s"
         ax.plot(knees, [*map(roof.attainable, knees)], style, color=INK, label=label, zorder=2)
     ax.set(xscale="log", yscale="log", xlim=(low, high))
-    lowest = min(y for _, y in points.values())
-    ax.set_ylim(bottom=lowest / 4)
     for point in points.values():
         ax.plot(*point, "o", color=RUST, markeredgecolor=PAPER, zorder=3)
+    lowest = min(y for _, y in points.values())
+    ax.set_ylim(bottom=lowest / 4)  # after the points: one may lie above the roof
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:g}")
     ax.set(xlabel="FLOP per byte of memory traffic", ylabel="TFLOP/s")
