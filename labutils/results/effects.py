@@ -49,13 +49,19 @@ class Effect:
     again: bool = False
 
     @property
-    def direction(self) -> int:
-        """-1 for surely less, 1 for surely more, 0 where the interval or the noise hides it. Which
-        of the base's two visits came out slower is chance: noise hides as much on either side.
+    def bounds(self) -> tuple[float, float]:
+        """The interval, widened by the noise. Noise hides as much on either side: which of the
+        base's visits was the slower one is chance.
         """
         low, high = self.noise or (1.0, 1.0)
         floor = max(high, 1 / low) if low > 0 else math.inf
-        return (self.low > floor) - (self.high < 1 / floor)
+        return self.low / floor, self.high * floor
+
+    @property
+    def direction(self) -> int:
+        """-1 for surely less, 1 for surely more, 0 where the interval or the noise hides it."""
+        low, high = self.bounds
+        return (low > 1) - (high < 1)
 
     @property
     def unsteady(self) -> bool:

@@ -155,13 +155,14 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
 
 
 def _twice(runs: Runs, base: Run) -> effects.Twice:
-    """A base and the same measured again: this one, else another one of its comparison, else of its
-    experiment."""
-    others = runs.select(base.lab, experiment=base.tags["experiment"], again=True)
-    others = [one for one in others if one.comparison == base.comparison] or others
-    again = runs.one(base.lab, **(base.tags | {"again": True})) or next(iter(others), None)
-    first = again and runs.one(base.lab, **(again.tags | {"again": False}))
-    return (first, again) if first else None
+    """The base that was visited twice in the rounds of this base's comparison: it says how noisy
+    they were. None where none was.
+    """
+    rounds = [one for one in runs.select(base.lab) if one.comparison == base.comparison]
+    for again in (one for one in rounds if one.tags.get("again")):
+        first = {name: tag for name, tag in again.tags.items() if name != "again"}
+        return next(((one, again) for one in rounds if one.tags == first), None)
+    return None
 
 
 def _settle(held: Sequence[bool | None]) -> str:
@@ -231,19 +232,20 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
 
 
 def _ordered(lower: Effect, higher: Effect) -> str:
-    """Whether one effect is less than the other by more than both intervals."""
-    return _settle([lower.high < higher.low or (None if lower.low <= higher.high else False)])
+    """Whether one effect is less than the other by more than both intervals and the noise."""
+    (least, low), (high, most) = lower.bounds, higher.bounds
+    return _settle([low < high or (None if least <= most else False)])
 
 
 def _moves(one: Effect, wanted: int, how: Mapping[str, Any]) -> bool | None:
     """Whether an effect has the wanted direction and size; 0 wants no more than slightly more."""
     if wanted == 0:
-        return _inside(one.low, one.high, 0, 1 + SLIGHTLY)
+        return _inside(*one.bounds, 0, 1 + SLIGHTLY)
     if one.direction != wanted:
         return False if one.direction == -wanted or (one.exact and one.value == 1) else None
     bound, far = 1 + wanted * SLIGHTLY, math.inf if wanted > 0 else 0.0
     ends = {"slight": (1.0, bound), "marked": (bound, far)}.get(how.get("size", ""), (1.0, far))
-    return _inside(one.low, one.high, min(ends), max(ends))
+    return _inside(*one.bounds, min(ends), max(ends))
 
 
 def ratio(claim: Claim, runs: Runs) -> Judgement:
@@ -264,9 +266,7 @@ def ratio(claim: Claim, runs: Runs) -> Judgement:
     for label, one in changes.items():
         place = order.index(label) + 1 if len(claim.published) > 2 else -1
         least, most = _band((claim.published[0], claim.published[place]), claim.how)
-        # What noise hides may be nothing at all.
-        ends = one.low, one.high, *([] if one.direction else [1.0])
-        within = _inside(min(ends), max(ends), least, most)
+        within = _inside(*one.bounds, least, most)
         wanted = 1 if least >= 1 else -1 if most <= 1 else 0
         held.append(None if within and wanted and one.direction != wanted else within)
         bands.append(f"{least:.2f} to {most:.2f}")
