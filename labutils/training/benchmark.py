@@ -122,6 +122,7 @@ class Benchmark:
         self.candidates: dict[str, Candidate] = {}
         self.failed: dict[str, str] = {}
         self.known: dict[str, Recipe] = {}
+        self.lead_in = 0
         probe_machine()  # now, while nothing else is on the device
         cuda.take_workspaces()
 
@@ -147,7 +148,7 @@ class Benchmark:
             visits[base + AGAIN] = base
         times = {run: StepTimes() for run in visits}
         able = [name for name in recipes if name in self.candidates]
-        lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
+        self.lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
         round_ms = ROUND_MS[self.workload.scale]
         counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
         if self.same_batches:  # the same ones for each candidate
@@ -156,7 +157,7 @@ class Benchmark:
             for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
                 if name in self.candidates:
                     with self._noting(name):
-                        block = self.candidates[name].measure(counts[name], lead_in)
+                        block = self.candidates[name].measure(counts[name], self.lead_in)
                         times[run].extend(block, turn)
                     self._drop_if_failed(name)
         runs, comparison = {}, uuid.uuid4().hex[:12]
@@ -205,10 +206,14 @@ class Benchmark:
         """A trace of `steps` more optimizer steps, without Python stacks (`profiling.trace`).
 
         It settles inside the profiler, which takes a while to start: workers would make batches
-        ready meanwhile. Raises as `watch` does.
+        ready meanwhile. With the same batches each time, those that were timed are traced. Raises
+        as `watch` does.
         """
         candidate = self._working(name)
         wait = candidate.steps_to_settle
+        if self.same_batches:  # the last one of the lead-in warms the profiler up
+            candidate.trainer.rewind_data(candidate.timed_from)
+            wait = max(0, self.lead_in - 1)
         return profile(candidate.trainer, steps, folder, with_stack=False, wait=wait)
 
     def _working(self, name: str) -> Candidate:
@@ -314,10 +319,10 @@ class Candidate:
         again; 0 where nothing is ready and there is no GPU, or a step is so long that the clock's
         rise is lost in it.
         """
-        no_rise = self.step_ms > LONG_MS or self.trainer.workload.device.type == "cpu"
-        if no_rise and not self.trainer.recipe.num_workers:
-            return 0
-        return max(self.steps_to_drain, math.ceil(SETTLE_MS / self.step_ms))
+        on_cpu = self.trainer.workload.device.type == "cpu"
+        rise = 0 if on_cpu or self.step_ms > LONG_MS else math.ceil(SETTLE_MS / self.step_ms)
+        drain = self.steps_to_drain if self.trainer.recipe.num_workers else 0
+        return max(drain, rise)
 
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle)

@@ -231,7 +231,7 @@ own = (levels8[double.absmax.view(-1, 256).int()] * peaks8 + mean).view(-1, 1)
 assert torch.equal((nf4[codes] * own).view_as(W), bnb.dequantize_4bit(library, double))
 
 # %% [markdown]
-# On a CPU bitsandbytes looks 8-bit codes up in a table, so one in a thousand lies a level farther. On a GPU they are the nearest.
+# On a CPU bitsandbytes looks 8-bit codes up in a table, so two in a thousand lie a level farther. On a GPU they are the nearest.
 
 # %%
 one_codes, one_peak = nearest(int4, W.view(1, -1))
@@ -563,7 +563,7 @@ lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
 # Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer. Checkpoints made
-# 39 of that. Restoring weights makes 3, by the formula. The casts make the rest: between the blocks everything is float32.
+# 39 of that. Restoring weights makes 3, by the formula. What is left, 21, this lab does not take apart: between the blocks everything is float32.
 #
 # QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length. Offloading adds
 # little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the loss chunk by
@@ -664,7 +664,7 @@ lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("q
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
-# **Takeaway.** On long texts unsloth is worth a factor of two in time and three in memory, against the usual QLoRA. This lab
+# **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA. This lab
 # doesn't measure which of its parts brings that.
 
 # %% [markdown]
@@ -763,7 +763,8 @@ columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
-# Both checkpoint their blocks. The difference in memory is the weights' format, and what the casts give back of it. At `tiny` and `small`
+# Both checkpoint their blocks. The difference in memory is the weights' format, and what the casts give back of it. On record the two
+# took different texts: compare their memory, not their times. At `tiny` and `small`
 # the model is the small Qwen3.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
@@ -855,7 +856,7 @@ print(
 # The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not
 # always right, with an adapter or without: reading was learnt before. Random weights can't say how a pretrained model answers.
 #
-# **Takeaway.** A style is cheap: a hundred steps and half a percent of the bytes. To change the task, change the adapter.
+# **Takeaway.** A style is cheap: 80 steps and half a percent of the bytes. To change the task, change the adapter.
 
 # %% [markdown]
 # ## Exercises

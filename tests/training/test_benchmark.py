@@ -218,10 +218,11 @@ def test_what_a_library_compiles_is_noticed():
     assert benchmark.graphs_so_far() == before + 1
 
 
-def test_the_same_batches_are_timed_in_every_round(workload, monkeypatch):
+def test_the_same_batches_are_timed_in_every_round_and_traced(workload, monkeypatch, tmp_path):
     seen, step = [], Trainer.step
     watching = lambda trainer: (step(trainer), seen.append(trainer.batches.taken))
     monkeypatch.setattr(Trainer, "step", watching)
     with Benchmark(workload, warmup=0, same_batches=True) as bench:
         bench.compare({"one": QUICK}, steps=2, rounds=2)
-    assert seen[1:4] == seen[4:7]
+        bench.profile("one", tmp_path, steps=2)
+    assert seen[1:4] == seen[4:7] == seen[7:]
