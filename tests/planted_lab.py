@@ -134,6 +134,12 @@ $#read("page.typ")$
 """Markdown that would run, read or load something, were it more than text."""
 
 
+TITLE = (
+    '# #read("page.typ") <script> <meta http-equiv="refresh" content="0;url=https://example.org">'
+    ' [t](javascript:alert(9)) ![t](https://example.org/t.png) | \\" '
+)
+
+
 def make_hostile(executed: nbformat.NotebookNode) -> None:
     """Put strangers' tricks into a notebook: in Markdown, names, outputs, attachments and tags."""
     refresh = base64.b64encode(b'"><meta http-equiv="refresh" content="0;url=https://example.org">')
@@ -153,9 +159,9 @@ def make_hostile(executed: nbformat.NotebookNode) -> None:
         '")#read("page.typ': {"image/png": picture()},
     }
     tags = ["exercise", '")#read("page.typ', 'solution"]']
-    executed.cells[1:1] = [
+    executed.cells[:0] = [
+        new_markdown_cell(TITLE + "> " * 99),
         new_markdown_cell(HOSTILE, attachments=pictures, metadata={"tags": tags}),
-        new_markdown_cell('# #read("page.typ") <script> ' + "> " * 99),
         new_code_cell("show()\n```\n#read('page.typ')", outputs=outputs, metadata={"tags": tags}),
     ]
 

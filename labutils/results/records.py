@@ -438,8 +438,8 @@ def named(name: str | Path) -> Path:
     """
     try:
         return Path(os.path.abspath(Path(name).expanduser()))
-    except (RuntimeError, FileNotFoundError) as error:  # nobody's home; our folder was deleted
-        raise ValueError(f"{name}: {error}. Write it out: --results results/NAME") from None
+    except RuntimeError as error:  # nobody's home
+        raise ValueError(f"{name}: {error} Write it out: --results results/NAME") from None
 
 
 # ------------------------------------------------------------------------------------- provenance

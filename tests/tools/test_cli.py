@@ -36,7 +36,7 @@ def test_wrong_usage_exits_with_2_and_says_why(words, word, capsys):
     assert word in capsys.readouterr().err
 
 
-def test_what_a_command_refuses_is_one_message_and_2(tmp_path, capsys):
+def test_what_a_command_refuses_is_one_message_and_2(tmp_path, monkeypatch, capsys):
     path = troubled_notebooks.write(tmp_path, "fine")
     for words in (
         [],
@@ -47,6 +47,12 @@ def test_what_a_command_refuses_is_one_message_and_2(tmp_path, capsys):
         assert cli.main(words) == 2
         said = capsys.readouterr()
         assert said.err and not said.out
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for tool in ("doctor", "run", "report", "handouts", "diagnose"):
+        assert cli.main([tool]) == 2
+        assert "deleted" in capsys.readouterr().err
 
 
 def test_a_program_without_streams_in_an_old_locale_makes_its_pages(tmp_path):
@@ -55,7 +61,7 @@ def test_a_program_without_streams_in_an_old_locale_makes_its_pages(tmp_path):
     shell = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words, "--results", tmp_path / "kept"]
     old = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     assert subprocess.run(shell, env=old, timeout=120).returncode == 0
-    assert "A lab &#183; " in (tmp_path / "kept" / "notebooks" / "fine.html").read_text("utf-8")
+    assert "[A] lab &lt;meta&gt; &#183; " in (tmp_path / "kept" / "notebooks" / "fine.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -103,7 +103,7 @@ def test_steps_are_seen_on_any_way_in(way, monkeypatch):
     assert evidence.accumulation == 1 and evidence.step_ms > 0
 
 
-def test_a_notebooks_cells_run_as_a_script_in_its_folder(tmp_path):
+def test_a_notebooks_cells_run_as_a_script_in_its_folder(tmp_path, capfd):
     text = "import helper\nfor n in range(60):\n    step()\n    print(n, file=log)"
     cells = ["!echo of the shell > shell", STEPS, "log = open('log', 'w')", text]
     code = [{"cell_type": "code", "source": cell.splitlines(True)} for cell in cells]
@@ -113,6 +113,12 @@ def test_a_notebooks_cells_run_as_a_script_in_its_folder(tmp_path):
     (line,) = watch([str(tmp_path / "train.ipynb")], FEW).evidence.writes
     assert line.place == f"{tmp_path / 'train.ipynb'}, cell 5:4"
     assert (tmp_path / "shell").exists()
+    for damaged in ("{", "[]", '{"cells": [3]}'):
+        (tmp_path / "train.ipynb").write_text(damaged)
+        with pytest.raises(NoDiagnosis):
+            watch([str(tmp_path / "train.ipynb")], FEW)
+        said = capfd.readouterr().err
+        assert "as a notebook" in said and "Traceback" not in said
 
 
 # ------------------------------------------------------------------------ watching changes nothing

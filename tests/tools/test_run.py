@@ -100,7 +100,7 @@ def test_a_lab_gets_its_parameters_and_this_interpreter(notebook, run, results_f
     assert metrics["transport"] == "ipc"  # a port can be taken before the kernel binds it
     output = results_folder / "notebooks" / "fine.ipynb"
     assert str(results_folder.parent) not in repr(nbformat.read(output, 4).metadata.papermill)
-    assert "fine" in (results_folder / "index.html").read_text()
+    assert "[A] lab &lt;meta&gt;" in (results_folder / "index.html").read_text()
 
     assert "done before" in run(notebook("fine"), **asked)[1]
     with (results_folder / "notebooks" / ".lock").open("w") as file:

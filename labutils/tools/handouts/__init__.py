@@ -11,9 +11,10 @@ that was found.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,16 +57,18 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
         paths = sorted({path_of(lab, there) for lab in labs}) or there
         left_out: dict[str, str] = {}
         for edition in editions.EDITIONS:
-            left_out |= _make(edition, paths, known, target / edition, not labs)
+            chosen = [path for path in paths if path.name not in left_out]
+            left_out |= _make(edition, chosen, known, target / edition, not labs)
     except (ValueError, OSError, ImportError, UsageError, RuntimeError) as error:
-        print(f"labutils handouts: {error}", file=sys.stderr)
+        cure = " Another folder for them: --out DIR" if isinstance(error, OSError) else ""
+        print(f"labutils handouts: {records.plain(str(error))}{cure}", file=sys.stderr)
         return WRONG_USAGE
-    for stem, why in left_out.items():
-        print(records.plain(f"Left out: lab {stem[:2]}: {why}"))
-    if len(left_out) == len(paths):
+    for name, why in left_out.items():
+        print("Left out:", records.plain(" ".join(f"{name}: {why}".split())))
+    count = sum(path.name not in left_out for path in paths)
+    if not count:
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
         return WRONG_USAGE
-    count = len(paths) - len(left_out)
     for edition in editions.EDITIONS:
         print(f"{count} labs, {edition}’s edition: {target / edition / 'index.html'}")
     return A_LAB_LEFT_OUT if left_out else MADE
@@ -92,8 +95,8 @@ def _notebooks_in(folder: Path) -> list[Path]:
 def _make(
     edition: str, paths: Sequence[Path], known: Records, place: Path, with_course: bool
 ) -> dict[str, str]:
-    """Write one edition of every lab into `place`; (lab's stem -> why it is left out). Raises
-    `OSError`, and `RuntimeError` of the course's PDF or the index."""
+    """Write one edition of every lab into `place`; (file's name -> why it is left out). Raises
+    `OSError`, and `RuntimeError` of the index."""
     place.mkdir(parents=True, exist_ok=True)
     left_out: dict[str, str] = {}
     pages = {path.name for path in paths}
@@ -101,35 +104,45 @@ def _make(
         workshop = documents.workshop(Path(scratch))
 
         def one(path: Path) -> tuple[Chapter, str] | None:
-            try:
+            with _leaving(path.name, left_out):
                 chapter = _chapter(path, known, edition)
                 nbformat.write(chapter.notebook, place / path.name)
                 documents.page(chapter, place, pages)
                 return chapter, documents.pdf(chapter, workshop, place)
-            except (Mismatch, RuntimeError) as error:
-                left_out[path.stem] = str(error)
-            except Exception as error:  # one odd notebook, which nobody thought of, costs its lab
-                left_out[path.stem] = f"{type(error).__name__}: {error}"
-            return None
 
         chapters = [made for made in workers.map(one, paths) if made]
         if with_course and chapters:
-            documents.course(chapters, workshop, place)
+            with _leaving("course.pdf", left_out):
+                documents.course(chapters, workshop, place)
     index.write(place, edition)
     return left_out
 
 
-def pages_of(folder: Path, executed: Sequence[Path]) -> None:
+@contextlib.contextmanager
+def _leaving(name: str, left_out: dict[str, str]) -> Iterator[None]:
+    """One odd notebook costs its own file, and no other."""
+    try:
+        yield
+    except (Mismatch, RuntimeError) as error:
+        left_out[name] = str(error)
+    except Exception as error:  # what nobody thought of
+        left_out[name] = f"{type(error).__name__}: {error}"
+
+
+def pages_of(folder: Path, executed: Sequence[Path]) -> dict[str, str]:
     """Write an HTML page beside each of these notebooks of a results folder, whatever became of its
-    run. Raises `OSError`, `ImportError` or `RuntimeError`."""
+    run; (notebook's name -> why it has none). Raises `OSError` or `ImportError`."""
+    left_out: dict[str, str] = {}
     known = records.read_records(folder)
     pages = {path.name for path in _notebooks_in(folder)}
 
     def one(path: Path) -> None:
-        documents.page(_chapter(path, known, editions.EXECUTED), path.parent, pages)
+        with _leaving(path.name, left_out):
+            documents.page(_chapter(path, known, editions.EXECUTED), path.parent, pages)
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         list(workers.map(one, executed))
+    return left_out
 
 
 def _chapter(path: Path, known: Records, edition: str) -> Chapter:

@@ -32,6 +32,7 @@ from labutils.tools.pages import (
     TIME_LIMIT_S,
     as_html,
     limited,
+    literal,
     pandoc,
     title_of,
 )
@@ -137,8 +138,7 @@ def _with_facts(chapter: Chapter) -> NotebookNode:
     if chapter.facts:  # a worksheet has none
         rows = ["|   |   |", "|---|---|"]
         for name, words in chapter.facts.items():
-            escaped = re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
-            rows += [f"| **{name}** | {escaped} |"] if words else []
+            rows += [f"| **{name}** | {literal(words)} |"] if words else []
         box = new_markdown_cell("\n".join(rows), metadata={"tags": ["facts"]})
         title = new_markdown_cell()
         if notebook.cells:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import quote
 
 import nbformat
 
 from labutils.tools.handouts.documents import EDITION_TITLES
-from labutils.tools.pages import COURSE, MARKDOWN, as_html, table, title_of
+from labutils.tools.pages import COURSE, MARKDOWN, as_html, literal, table, title_of
 
 KINDS = {".html": "HTML", ".pdf": "PDF", ".ipynb": "notebook"}
 ABOUT = (
@@ -22,7 +23,7 @@ def write(folder: Path, edition: str) -> None:
     rows = []
     for path in sorted(folder.glob("[0-9]*.ipynb")):
         title = title_of(nbformat.read(path, as_version=4)) or path.stem
-        rows.append([title, _links(folder, path.stem)])
+        rows.append([literal(title), _links(folder, path.stem)])
     rows.append(["all labs", _links(folder, "course")])
     text = f"# {COURSE}\n\n{ABOUT}\n\n{table(['lab', ''], [row for row in rows if row[1]])}\n"
     page = as_html(text, MARKDOWN, COURSE, EDITION_TITLES[edition])
@@ -31,4 +32,4 @@ def write(folder: Path, edition: str) -> None:
 
 def _links(folder: Path, stem: str) -> str:
     files = {word: f"{stem}{ending}" for ending, word in KINDS.items()}
-    return " · ".join(f"[{word}]({f})" for word, f in files.items() if (folder / f).is_file())
+    return " · ".join(f"[{word}]({quote(f)})" for word, f in files.items() if (folder / f).is_file())

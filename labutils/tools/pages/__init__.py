@@ -67,7 +67,12 @@ def title_of(notebook: NotebookNode) -> str:
     return next(iter(re.findall(r"^# (.+)$", "\n".join(cells), re.M)), "")
 
 
+def literal(words: str) -> str:
+    """Strangers' words in one line, which Markdown takes as they are."""
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(words.split()))
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, of cells in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', ' ') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
