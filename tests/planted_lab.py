@@ -153,6 +153,8 @@ def make_hostile(executed: nbformat.NotebookNode) -> None:
         printed("\x1b]0;title\x07" + HOSTILE),
         printed("y_" * 60_000),
         printed("/" * 60_000),
+        printed("\ud800"),
+        *[shown(text_plain="o")] * 1500,
     ]
     pictures = {
         "so.png": {"text/html": refresh.decode()},

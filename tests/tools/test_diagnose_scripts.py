@@ -348,18 +348,3 @@ def test_the_command_prints_what_was_recorded(tmp_path, capsys):
     assert last.read_text() == "49"
     found = json.loads(capsys.readouterr().out)
     assert sum(found["budget_ms"].values()) == pytest.approx(found["step_ms"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give a script"),
-        (["--", "there-is-no-such-command"], "There is no command"),
-        (["--", __file__], "run by Python: labutils diagnose -- python"),
-        (["--", str(SCRIPTS)], "There is no command"),
-    ],
-)
-def test_wrong_usage_is_2_and_one_message(words, message, capsys):
-    assert cli.main(["diagnose", *words]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.out == ""

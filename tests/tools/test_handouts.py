@@ -10,6 +10,7 @@ import numpy as np
 import planted_lab
 import pypdfium2
 import pytest
+from nbformat.v4 import new_code_cell, new_notebook
 from planted_lab import SECRET, STEM
 
 from labutils.course import solutions
@@ -46,7 +47,7 @@ def changed(folder: Path, change) -> Path:
     file = found / "notebooks" / f"{STEM}.ipynb"
     notebook = nbformat.read(file, as_version=4)
     change(notebook)
-    nbformat.write(notebook, file)
+    file.write_text(json.dumps(notebook))
     return found
 
 
@@ -72,8 +73,8 @@ def test_solutions_are_in_the_instructors_files_only_and_nothing_tells_of_the_ma
 def test_the_instructors_edition_has_the_solutions_that_learners_do_not_see(tmp_path, monkeypatch):
     monkeypatch.setattr(solutions, "FOLDER", tmp_path)
     (tmp_path / "42.py").write_text(f"# %% 42.1\nanswer = {SECRET!r}\n", encoding="utf-8")
-    asked = nbformat.v4.new_code_cell("answer = None", metadata={"tags": ["exercise"]})
-    lab = nbformat.v4.new_notebook(cells=[asked, nbformat.v4.new_code_cell("lab.done()")])
+    asked = new_code_cell("answer = None", metadata={"tags": ["exercise"]})
+    lab = new_notebook(cells=[asked, new_code_cell("lab.done()")])
     *_, solution, last = solutions.with_solutions(lab, "42").cells
     assert SECRET in solution.source and solution.metadata.tags == ["solution"]
     assert last.source == "lab.done()" and len(lab.cells) == 2
@@ -115,10 +116,8 @@ def test_a_page_has_its_facts_glyphs_and_last_words(made, kind):
     assert "についての紹介" in words and "and so on" in words  # the table's last word
 
 
-def test_formulas_and_figures_are_there(made):
+def test_a_figure_is_in_the_pdf(made):  # tests/browser/ sees those of HTML
     page = (made / "student" / f"{STEM}.html").read_text()
-    assert "<mfrac>" in page
-    assert page.count("data:image/png;base64,") == 1
     assert '<div class="part prediction">' in page
     kinds = [pypdfium2.raw.FPDF_PAGEOBJ_IMAGE]
     pages = pypdfium2.PdfDocument(made / "student" / f"{STEM}.pdf")
@@ -139,21 +138,30 @@ class Loading(HTMLParser):
             self.values.setdefault(name, []).append(value)
 
 
-def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path):
+def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path, capsys):
     found, out = changed(tmp_path, planted_lab.make_hostile), tmp_path / "out"
     stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
     odd = [
         stamp | {"machine": {"cpu": planted_lab.HOSTILE, "cores": "many"}},
         stamp | {"at": "yesterday", "status": "done"},
         stamp | {"at": 3, "status": "done", "parameters": [1]},
+        stamp | {"lab": "43", "at": "2026-11-20T10:20:30+00:00", "status": "done"},
     ]
+    torn = new_code_cell(outputs=[planted_lab.shown(image_png=planted_lab.picture()[:40])])
+    nbformat.write(new_notebook(cells=[torn]), found / "notebooks" / "43_torn_picture.ipynb")
     with (found / "results.jsonl").open("a") as file:
         file.write("\n".join(map(json.dumps, odd)) + "\n")
-    assert handouts.main(found, out) == handouts.MADE
+    (out / "worksheet" / "course.pdf").mkdir(parents=True)  # what can't be made costs nothing else
+    assert handouts.main(found, out) == handouts.A_LAB_LEFT_OUT
+    said = capsys.readouterr().out
+    assert said.count("Left out") == 2 and "43_torn" in said and "course.pdf" in said
+    kept = nbformat.read(out / "student" / f"{STEM}.ipynb", as_version=4)
+    assert len(kept.cells[2].outputs) <= editions.MOST_OUTPUTS
     page = out / "student" / f"{STEM}.html"
     harmless = ("#", "https", "data:", "4", "course")
     for html in (page, page.with_name("index.html")):
         loading = Loading(html.read_text())
+        assert "43_torn_picture.ipynb" not in loading.values["href"]
         assert not {"script", "iframe"} & loading.tags
         assert all(value.startswith("data:image/png;base64") for value in loading.values["src"])
         assert not [link for link in loading.values["href"] if not link.startswith(harmless)]

@@ -11,12 +11,12 @@ that was found.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,7 +37,7 @@ NEVER = datetime.fromtimestamp(0, UTC)
 """Stands for a time that nobody wrote down."""
 
 
-class Mismatch(Exception):
+class Mismatch(RuntimeError):
     """A notebook that is left out, or its records don't belong to it; the message says why."""
 
 
@@ -100,33 +100,38 @@ def _make(
     place.mkdir(parents=True, exist_ok=True)
     left_out: dict[str, str] = {}
     pages = {path.name for path in paths}
-    with TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as workers:
+    with TemporaryDirectory() as scratch:
         workshop = documents.workshop(Path(scratch))
 
-        def one(path: Path) -> tuple[Chapter, str] | None:
-            with _leaving(path.name, left_out):
-                chapter = _chapter(path, known, edition)
-                nbformat.write(chapter.notebook, place / path.name)
-                documents.page(chapter, place, pages)
-                return chapter, documents.pdf(chapter, workshop, place)
+        def one(path: Path) -> tuple[Chapter, str]:
+            chapter = _chapter(path, known, edition)
+            documents.page(chapter, place, pages)
+            text = documents.pdf(chapter, workshop, place)
+            notebook = nbformat.writes(chapter.notebook).encode(errors="replace")
+            (place / path.name).write_bytes(notebook)  # the index lists what has one
+            return chapter, text
 
-        chapters = [made for made in workers.map(one, paths) if made]
+        chapters = _made(one, paths, left_out)
         if with_course and chapters:
-            with _leaving("course.pdf", left_out):
-                documents.course(chapters, workshop, place)
+            course = place / "course.pdf"
+            _made(lambda _: documents.course(chapters, workshop, place), [course], left_out)
     index.write(place, edition)
     return left_out
 
 
-@contextlib.contextmanager
-def _leaving(name: str, left_out: dict[str, str]) -> Iterator[None]:
-    """One odd notebook costs its own file, and no other."""
-    try:
-        yield
-    except (Mismatch, RuntimeError) as error:
-        left_out[name] = str(error)
-    except Exception as error:  # what nobody thought of
-        left_out[name] = f"{type(error).__name__}: {error}"
+def _made(make: Callable, paths: Sequence[Path], left_out: dict[str, str]) -> list[Any]:
+    """What `make` makes of each path. One that fails costs no other: its name is `left_out`, with
+    the reason."""
+
+    def one(path: Path) -> Any:
+        try:
+            return make(path)
+        except Exception as error:
+            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+            left_out[path.name] = f"{kind}{error}"
+
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        return [made for made in workers.map(one, paths) if made]
 
 
 def pages_of(folder: Path, executed: Sequence[Path]) -> dict[str, str]:
@@ -135,13 +140,8 @@ def pages_of(folder: Path, executed: Sequence[Path]) -> dict[str, str]:
     left_out: dict[str, str] = {}
     known = records.read_records(folder)
     pages = {path.name for path in _notebooks_in(folder)}
-
-    def one(path: Path) -> None:
-        with _leaving(path.name, left_out):
-            documents.page(_chapter(path, known, editions.EXECUTED), path.parent, pages)
-
-    with ThreadPoolExecutor(os.cpu_count()) as workers:
-        list(workers.map(one, executed))
+    chapter = partial(_chapter, known=known, edition=editions.EXECUTED)
+    _made(lambda path: documents.page(chapter(path), path.parent, pages), executed, left_out)
     return left_out
 
 

@@ -20,8 +20,8 @@ EXECUTED = "executed"
 ASKING = ("# ", "## ", "**Question.**", "**Your prediction", "**Prediction")
 """How the paragraphs of a lab begin that a worksheet has."""
 SIGNATURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
-MOST_LETTERS = 100_000
-"""Of an output; the rest of what a cell printed is left out."""
+MOST_LETTERS, MOST_OUTPUTS = 100_000, 1000
+"""Of an output, and of a cell; the rest of what a cell printed is left out."""
 
 _PREDICTED = re.compile(r'lab\.predict\(\s*"([^"]+)"')
 """What a cell asks to predict."""
@@ -106,7 +106,7 @@ def sanitised(text: str) -> str:
 def _clean(outputs: list[NotebookNode]) -> list[NotebookNode]:
     """What of a cell's outputs is for readers, printed lines that follow one another as one."""
     shown: list[NotebookNode] = []
-    for output in outputs:
+    for output in outputs[:MOST_OUTPUTS]:
         if output.output_type == "stream" and output.name == "stdout":
             text = sanitised(output.text)
             if shown and shown[-1].output_type == "stream":

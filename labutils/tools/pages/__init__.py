@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from nbformat import NotebookNode
 
 COURSE = "GPU Fine-Tuning Lab"
@@ -59,6 +60,16 @@ def as_html(text: str, form: str, title: str, kind: str, options: Sequence[str] 
     look = ["--standalone", f"--template={TEMPLATE}", "--mathml", "--toc", "--toc-depth=2"]
     page = pandoc(text, form, "html5", [*look, *variables, *options])
     return re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", page)  # HTML5 needs no such addresses
+
+
+def opened(path: Path) -> NotebookNode | None:
+    """An executed notebook; None where the file is none, or its stamp none of ours."""
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        notebook.metadata.get("labutils", {}).get("parameters", {}).get("scale")
+    except Exception:  # cut off, mostly: nbformat passes on what json and its schema raise
+        return None
+    return notebook
 
 
 def title_of(notebook: NotebookNode) -> str:

@@ -8,11 +8,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 import jinja2
-import nbformat
 from nbformat import NotebookNode
 
 from labutils.results.records import plain
-from labutils.tools.pages import MARKDOWN, as_html, literal, table, title_of
+from labutils.tools.pages import MARKDOWN, as_html, literal, opened, table, title_of
 from labutils.tools.run.arguments import short
 from labutils.tools.run.execute_lab import Outcome
 
@@ -48,7 +47,7 @@ def _is_stale(notebook: Path) -> bool:
 
 
 def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outcome]) -> str:
-    labs = {path: _read(path) for path in executed}
+    labs = {path: opened(path) for path in executed}
     rows = {path.stem: _row(path, notebook) for path, notebook in labs.items()}
     where = ["--results", short(folder)]
     template = Path(__file__).with_name("index.j2").read_text("utf-8")
@@ -61,15 +60,6 @@ def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outc
         labs=table(("lab", "status", "seconds", "scale", ""), list(rows.values())),
         ladder="".join(_last_picture(lab) for path, lab in labs.items() if path.stem[:2] == "04"),
     )
-
-
-def _read(path: Path) -> NotebookNode | None:
-    try:
-        notebook = nbformat.read(path, as_version=4)
-        notebook.metadata.get("labutils", {}).get("parameters", {}).get("scale")  # of any kind
-        return notebook
-    except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
-        return None
 
 
 def _row(path: Path, notebook: NotebookNode | None) -> list[str]:
