@@ -129,6 +129,10 @@ $#read("page.typ")$
 ![e](data:text/html,x) [f](javascript:alert(5)) [g](file:///etc/passwd)
 ![h](attachment:so.png) ![i](attachment:pixel.png) ![](attachment:")#read("page.typ)
 
+```py"]#read("page.typ")
+one
+```
+
 <pre> src="foo" ]0;title
 """
 """Markdown that would run, read or load something, were it more than text."""
@@ -147,6 +151,7 @@ def make_hostile(executed: nbformat.NotebookNode) -> None:
         shown(text_markdown=HOSTILE),
         shown(image_png=refresh.decode()),
         shown(image_png='x" onerror="alert(6)'),
+        shown(image_png=picture()[:40]),
         shown(text_html="<script>alert(7)</script>", text_latex="$x$"),
         new_output("display_data", data={"image/svg+xml": "<svg onload='alert(8)'/>"}),
         new_output("error", ename="<b>", evalue='#read("page.typ")', traceback=[]),

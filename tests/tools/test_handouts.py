@@ -10,7 +10,7 @@ import numpy as np
 import planted_lab
 import pypdfium2
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from planted_lab import SECRET, STEM
 
 from labutils.course import solutions
@@ -147,21 +147,23 @@ def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path, caps
         stamp | {"at": 3, "status": "done", "parameters": [1]},
         stamp | {"lab": "43", "at": "2026-11-20T10:20:30+00:00", "status": "done"},
     ]
-    torn = new_code_cell(outputs=[planted_lab.shown(image_png=planted_lab.picture()[:40])])
-    nbformat.write(new_notebook(cells=[torn]), found / "notebooks" / "43_torn_picture.ipynb")
+    name = "x" * 300 + ".png"  # that no file can have
+    pictures = {name: {"image/png": planted_lab.picture()}}
+    cell = new_markdown_cell(f"# x\n![x](attachment:{name})", attachments=pictures)
+    nbformat.write(new_notebook(cells=[cell]), found / "notebooks" / "43_long_name.ipynb")
     with (found / "results.jsonl").open("a") as file:
         file.write("\n".join(map(json.dumps, odd)) + "\n")
     (out / "worksheet" / "course.pdf").mkdir(parents=True)  # what can't be made costs nothing else
     assert handouts.main(found, out) == handouts.A_LAB_LEFT_OUT
     said = capsys.readouterr().out
-    assert said.count("Left out") == 2 and "43_torn" in said and "course.pdf" in said
+    assert said.count("Left out") == 2 and "43_long" in said and "course.pdf" in said
     kept = nbformat.read(out / "student" / f"{STEM}.ipynb", as_version=4)
     assert len(kept.cells[2].outputs) <= editions.MOST_OUTPUTS
     page = out / "student" / f"{STEM}.html"
     harmless = ("#", "https", "data:", "4", "course")
     for html in (page, page.with_name("index.html")):
         loading = Loading(html.read_text())
-        assert "43_torn_picture.ipynb" not in loading.values["href"]
+        assert "43_long_name.ipynb" not in loading.values["href"]
         assert not {"script", "iframe"} & loading.tags
         assert all(value.startswith("data:image/png;base64") for value in loading.values["src"])
         assert not [link for link in loading.values["href"] if not link.startswith(harmless)]
