@@ -151,7 +151,7 @@ def make_hostile(executed: nbformat.NotebookNode) -> None:
         shown(text_markdown=HOSTILE),
         shown(image_png=refresh.decode()),
         shown(image_png='x" onerror="alert(6)'),
-        shown(image_png=picture()[:40]),
+        shown(image_png=picture()[:400]),
         shown(text_html="<script>alert(7)</script>", text_latex="$x$"),
         new_output("display_data", data={"image/svg+xml": "<svg onload='alert(8)'/>"}),
         new_output("error", ename="<b>", evalue='#read("page.typ")', traceback=[]),

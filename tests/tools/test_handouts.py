@@ -157,6 +157,7 @@ def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path, caps
     assert handouts.main(found, out) == handouts.A_LAB_LEFT_OUT
     said = capsys.readouterr().out
     assert said.count("Left out") == 2 and "43_long" in said and "course.pdf" in said
+    assert not (out / "instructor" / "43_long_name.html").exists()  # not tried again
     kept = nbformat.read(out / "student" / f"{STEM}.ipynb", as_version=4)
     assert len(kept.cells[2].outputs) <= editions.MOST_OUTPUTS
     page = out / "student" / f"{STEM}.html"

@@ -100,13 +100,11 @@ def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path)
     """Write all chapters, given with their texts in Typst's language, and the glossary as one PDF.
     Raises `RuntimeError`."""
     words = _named(COURSE, chapters[0][0].edition)
-    rows = []
-    for one, _ in chapters:
-        cells = [one.title, *(one.facts.get(name, "") for name in COVER)]
-        rows.append(f"({', '.join(map(_quoted, cells))}),")
-    measured = any(one.facts for one, _ in chapters)
+    measured = [one for one, _ in chapters if one.facts]
+    rows = [[one.title, *(one.facts.get(name, "") for name in COVER)] for one in measured]
+    labs = " ".join(f"({', '.join(map(_quoted, row))})," for row in rows)
     opening = f"#show: handout.with({words}, whole: true)"
-    cover = f"#cover({words}, labs: ({' '.join(rows) if measured else ''}))"
+    cover = f"#cover({words}, labs: ({labs}))"
     entries = re.sub(r"^### (.+)\n\n", r"**\1.** ", GLOSSARY.read_text("utf-8"), flags=re.M)
     title, _, entries = pandoc(entries, MARKDOWN, "typst", []).partition("\n\n")
     glossary = f"{title}\n\n#glossary-part[{entries}]"

@@ -43,6 +43,7 @@ def limited(name: str, words: Sequence[Any], limit_s: float, **options: Any) -> 
         raise RuntimeError(f"{name} took more than {limit_s} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
+        lines = [line for line in lines if "memory" in line] or lines  # more follows that
         raise RuntimeError(f"{name}: {(lines or [f'exit code {done.returncode}'])[-1]}")
     return done.stdout.decode()
 
