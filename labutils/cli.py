@@ -44,6 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _interrupt)
     try:
+        os.getcwd()
+    except OSError:  # oneMKL would end the process: it can't load PyTorch, it says
+        words = "this folder was deleted or moved, so nothing can run in it. Go to another: cd"
+        print(f"labutils {options.tool}: {words}", file=sys.stderr)
+        return WRONG_USAGE
+    try:
         return _carry_out(options)
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
@@ -161,6 +167,7 @@ def _carry_out(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from labutils.results.records import plain
     from labutils.tools import run as runner
 
     names = ("scale", "weights", "data", "results", "force", "timeout")
@@ -168,7 +175,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         return runner.run(options.labs, runner.Options(**asked), partial(print, flush=True))
     except runner.UsageError as error:
-        print(f"labutils run: {error}", file=sys.stderr)
+        print(f"labutils run: {plain(str(error))}", file=sys.stderr)
         return WRONG_USAGE
 
 

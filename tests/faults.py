@@ -12,6 +12,7 @@ TMPDIR on a small file system of its own is filled up to the last bytes.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import hashlib
 import os
 import random
@@ -60,7 +61,7 @@ def train(case: interrupted_runs.Case, folder: Path, fatal: int) -> None:
     die = lambda handle: os.kill(os.getpid(), signal.SIGKILL)
     os.fsync = lambda handle: (fsync if next(left, 1) else die)(handle)
     end = interrupted_runs.final(case, folder, (folder / checkpoint.FILE).exists(), 1)
-    tensors = [*end["weights"].values(), *end["moments"]]
+    tensors = [*end["weights"], *end["moments"]]
     print(hashlib.sha256(b"".join(part.numpy().tobytes() for part in tensors)).hexdigest())
 
 
@@ -82,6 +83,7 @@ class Trials:
         if (child := os.fork()) == 0:
             os.dup2(told, 2)
             sys.stdout = sys.stderr = os.fdopen(told, "w")
+            faulthandler.dump_traceback_later(LIMIT_S - 9, file=sys.stderr)
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
             try:
                 act(*given)
@@ -96,7 +98,7 @@ class Trials:
         moment = self.dice.uniform(0, self.took.get(kind, 5.0)) if kill else LIMIT_S
         while not ended:
             time.sleep(0.01)
-            ended, code = os.waitpid(child, os.WNOHANG)
+            ended, _ = os.waitpid(child, os.WNOHANG)
             with contextlib.suppress(BlockingIOError):  # a pipe holds less than is read at once
                 said += os.read(heard, 1 << 20)
             if not ended and time.monotonic() > began + moment:
@@ -107,9 +109,10 @@ class Trials:
         os.close(told)
         if moment == LIMIT_S:
             self.took[kind] = max(self.took.get(kind, 0.0), time.monotonic() - began)
-        if b"Traceback (most recent" in said and act is cli.main:
-            self.counts["tracebacks"] += 1
-            print(given, said.decode(errors="replace")[-2000:])
+        wrong = b"Traceback (most recent" in said and (act is cli.main or moment == LIMIT_S)
+        self.counts["tracebacks"] += wrong
+        if wrong or b"Timeout (" in said:  # of faulthandler, shortly before it counts as hung
+            print(given, said.decode(errors="replace")[-4000:])
         return said.decode(errors="replace")
 
     def run(self, **fault: int) -> None:

@@ -129,9 +129,19 @@ $#read("page.typ")$
 ![e](data:text/html,x) [f](javascript:alert(5)) [g](file:///etc/passwd)
 ![h](attachment:so.png) ![i](attachment:pixel.png) ![](attachment:")#read("page.typ)
 
+```py"]#read("page.typ")
+one
+```
+
 <pre> src="foo" ]0;title
 """
 """Markdown that would run, read or load something, were it more than text."""
+
+
+TITLE = (
+    '# #read("page.typ") <script> <meta http-equiv="refresh" content="0;url=https://example.org">'
+    ' [t](javascript:alert(9)) ![t](https://example.org/t.png) | \\" '
+)
 
 
 def make_hostile(executed: nbformat.NotebookNode) -> None:
@@ -141,21 +151,24 @@ def make_hostile(executed: nbformat.NotebookNode) -> None:
         shown(text_markdown=HOSTILE),
         shown(image_png=refresh.decode()),
         shown(image_png='x" onerror="alert(6)'),
+        shown(image_png=picture()[:400]),
         shown(text_html="<script>alert(7)</script>", text_latex="$x$"),
         new_output("display_data", data={"image/svg+xml": "<svg onload='alert(8)'/>"}),
         new_output("error", ename="<b>", evalue='#read("page.typ")', traceback=[]),
         printed("\x1b]0;title\x07" + HOSTILE),
         printed("y_" * 60_000),
         printed("/" * 60_000),
+        printed("\ud800"),
+        *[shown(text_plain="o")] * 1500,
     ]
     pictures = {
         "so.png": {"text/html": refresh.decode()},
         '")#read("page.typ': {"image/png": picture()},
     }
     tags = ["exercise", '")#read("page.typ', 'solution"]']
-    executed.cells[1:1] = [
+    executed.cells[:0] = [
+        new_markdown_cell(TITLE + "> " * 99),
         new_markdown_cell(HOSTILE, attachments=pictures, metadata={"tags": tags}),
-        new_markdown_cell('# #read("page.typ") <script> ' + "> " * 99),
         new_code_cell("show()\n```\n#read('page.typ')", outputs=outputs, metadata={"tags": tags}),
     ]
 

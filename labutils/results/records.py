@@ -11,6 +11,7 @@ is absent from its record, never 0. Raw samples stand beside their summary.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -267,7 +268,8 @@ class Results:
         record = run.record() if isinstance(run, Run) else {"schema": SCHEMA} | run
         line = json.dumps(record, allow_nan=False, ensure_ascii=False).encode()
         with self.path.open("ab+") as file:
-            _lock(file)  # labs side by side keep their results in one file
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)  # labs side by side keep results in one file
             file.write((b"\n" if _is_cut_off(file) else b"") + line + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -277,20 +279,10 @@ class Results:
         self.append({"lab": lab, "status": "done", "at": now()} | stamp)
 
 
-def _lock(file: IO[bytes]) -> None:
-    """No other process appends to `file` until it is closed."""
-    with contextlib.suppress(ImportError, OSError):  # Windows; a file system without locks
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX)
-
-
 def _is_cut_off(file: IO[bytes]) -> bool:
     """Whether the last line lacks its end: its writer was killed."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"
+    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+    return file.read() not in (b"", b"\n")
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -438,8 +430,8 @@ def named(name: str | Path) -> Path:
     """
     try:
         return Path(os.path.abspath(Path(name).expanduser()))
-    except (RuntimeError, FileNotFoundError) as error:  # nobody's home; our folder was deleted
-        raise ValueError(f"{name}: {error}. Write it out: --results results/NAME") from None
+    except RuntimeError as error:  # nobody's home
+        raise ValueError(f"{name}: {error} Write it out: --results results/NAME") from None
 
 
 # ------------------------------------------------------------------------------------- provenance

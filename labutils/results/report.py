@@ -53,7 +53,7 @@ def main(results: Path | None, as_json: bool) -> int:
         records.check_usable([records.read_file(path) for path in files])
         page = read_page(files, REFERENCE)
     except (ValueError, OSError) as error:
-        print(f"labutils report: {error}", file=sys.stderr)
+        print(f"labutils report: {records.plain(str(error))}", file=sys.stderr)
         return 2
     if as_json:
         print(json.dumps(as_data(page), indent=2))
@@ -77,7 +77,7 @@ def result_files(results: Path | None) -> list[Path]:
         return [place / "results.jsonl"]
     files = records.files_below(place) if os.path.isdir(place) else []
     if not files and results is not None:
-        problem = "has no results.jsonl" if os.path.isdir(place) else "does not exist"
+        problem = "has no results.jsonl" if os.path.exists(place) else "does not exist"
         raise ValueError(
             f"{place} {problem}, so there are no results to read. Name the folder that a lab wrote "
             "to, as in: --results results/NAME. To make one: labutils run"

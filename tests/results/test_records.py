@@ -141,6 +141,7 @@ LINES = (
     ('{"lab": "03", "at": ' + "9" * 5000 + "}", "limits"),
     ('{"lab": "03", "metrics": {"step_ms": 1' + "0" * 400 + "}}", "limits"),
     ('{"lab": "03", "metrics": {"step_ms": NaN}}', "limits"),
+    ('{"lab": "03", "metrics": {"step_ms": 1e999}}', "limits"),  # JSON's way to infinity
     ("[" * 100_000, "limits"),
     ('{"schema": 2, "lab": "03", "run": "by hand, no tags", "invented": 1}', ""),
     ('{"schema": 2, "lab": "03", "status": "done"}', ""),

@@ -103,7 +103,7 @@ def test_steps_are_seen_on_any_way_in(way, monkeypatch):
     assert evidence.accumulation == 1 and evidence.step_ms > 0
 
 
-def test_a_notebooks_cells_run_as_a_script_in_its_folder(tmp_path):
+def test_a_notebooks_cells_run_as_a_script_in_its_folder(tmp_path, capfd):
     text = "import helper\nfor n in range(60):\n    step()\n    print(n, file=log)"
     cells = ["!echo of the shell > shell", STEPS, "log = open('log', 'w')", text]
     code = [{"cell_type": "code", "source": cell.splitlines(True)} for cell in cells]
@@ -113,6 +113,12 @@ def test_a_notebooks_cells_run_as_a_script_in_its_folder(tmp_path):
     (line,) = watch([str(tmp_path / "train.ipynb")], FEW).evidence.writes
     assert line.place == f"{tmp_path / 'train.ipynb'}, cell 5:4"
     assert (tmp_path / "shell").exists()
+    for damaged in ("{", "[]", '{"cells": [3]}'):
+        (tmp_path / "train.ipynb").write_text(damaged)
+        with pytest.raises(NoDiagnosis):
+            watch([str(tmp_path / "train.ipynb")], FEW)
+        said = capfd.readouterr().err
+        assert "as a notebook" in said and "Traceback" not in said
 
 
 # ------------------------------------------------------------------------ watching changes nothing
@@ -342,18 +348,3 @@ def test_the_command_prints_what_was_recorded(tmp_path, capsys):
     assert last.read_text() == "49"
     found = json.loads(capsys.readouterr().out)
     assert sum(found["budget_ms"].values()) == pytest.approx(found["step_ms"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give a script"),
-        (["--", "there-is-no-such-command"], "There is no command"),
-        (["--", __file__], "run by Python: labutils diagnose -- python"),
-        (["--", str(SCRIPTS)], "There is no command"),
-    ],
-)
-def test_wrong_usage_is_2_and_one_message(words, message, capsys):
-    assert cli.main(["diagnose", *words]) == 2
-    said = capsys.readouterr()
-    assert message in said.err and said.out == ""

@@ -51,7 +51,7 @@ def test_damaged_input_is_one_message_on_every_command(tmp_path, capsys):
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(odd=st.dictionaries(st.sampled_from(sorted(RECORD)), JSON))
 def test_a_report_of_any_record_is_made_and_says_nothing_to_the_terminal(tmp_path, capsys, odd):
-    lines = [RECORD | odd, {"lab": "\x1b[2J", "status": "done"}]
+    lines = [RECORD | odd, {"lab": "\x1b[2J[/]", "status": "done"}]
     (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert cli.main(["report", "--results", str(tmp_path)]) == 0
     assert "\x1b" not in capsys.readouterr().out

@@ -10,6 +10,7 @@ import numpy as np
 import planted_lab
 import pypdfium2
 import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from planted_lab import SECRET, STEM
 
 from labutils.course import solutions
@@ -53,7 +54,7 @@ def changed(folder: Path, change) -> Path:
     file = found / "notebooks" / f"{STEM}.ipynb"
     notebook = nbformat.read(file, as_version=4)
     change(notebook)
-    nbformat.write(notebook, file)
+    file.write_text(json.dumps(notebook))
     return found
 
 
@@ -80,6 +81,9 @@ def test_the_instructors_edition_has_the_solutions_that_learners_do_not_see(made
     answer = solutions.solutions_of("01")[0].splitlines()[1]
     found = [answer in words_of(made / it / f"{LABS[1]}.ipynb") for it in editions.EDITIONS]
     assert found == [False, False, True]
+    one = new_notebook(cells=[new_code_cell("x = None", metadata={"tags": ["exercise"]})])
+    with pytest.raises(ValueError, match="not as many exercises"):
+        solutions.with_solutions(one, "01")
 
 
 def numbers_told(executed: nbformat.NotebookNode, name: str) -> set[float]:
@@ -135,7 +139,9 @@ def test_a_page_has_its_facts_glyphs_and_last_words(made, kind):
     assert "についての紹介" in words and "and so on" in words  # the table's last word
 
 
-def test_a_figure_is_in_the_pdf(made):
+def test_a_figure_is_in_the_pdf(made):  # tests/browser/ sees those of HTML
+    page = (made / "student" / f"{STEM}.html").read_text()
+    assert '<div class="part prediction">' in page
     kinds = [pypdfium2.raw.FPDF_PAGEOBJ_IMAGE]
     pages = pypdfium2.PdfDocument(made / "student" / f"{STEM}.pdf")
     assert sum(len(list(page.get_objects(filter=kinds))) for page in pages) == 1
@@ -155,27 +161,39 @@ class Loading(HTMLParser):
             self.values.setdefault(name, []).append(value)
 
 
-def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path):
+def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path, capsys):
     found, out = changed(tmp_path, planted_lab.make_hostile), tmp_path / "out"
     stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
     odd = [
         stamp | {"machine": {"cpu": planted_lab.HOSTILE, "cores": "many"}},
         stamp | {"at": "yesterday", "status": "done"},
         stamp | {"at": 3, "status": "done", "parameters": [1]},
+        stamp | {"lab": "43", "at": "2026-11-20T10:20:30+00:00", "status": "done"},
     ]
+    name = "x" * 300 + ".png"  # that no file can have
+    pictures = {name: {"image/png": planted_lab.picture()}}
+    cell = new_markdown_cell(f"# x\n![x](attachment:{name})", attachments=pictures)
+    nbformat.write(new_notebook(cells=[cell]), found / "notebooks" / "43_long_name.ipynb")
     with (found / "results.jsonl").open("a") as file:
         file.write("\n".join(map(json.dumps, odd)) + "\n")
-    assert handouts.main(found, out) == handouts.MADE
+    (out / "worksheet" / "course.pdf").mkdir(parents=True)  # what can't be made costs nothing else
+    assert handouts.main(found, out) == handouts.A_LAB_LEFT_OUT
+    said = capsys.readouterr().out
+    assert said.count("Left out") == 2 and "43_long" in said and "course.pdf" in said
+    assert not (out / "instructor" / "43_long_name.html").exists()  # not tried again
+    kept = nbformat.read(out / "student" / f"{STEM}.ipynb", as_version=4)
+    assert len(kept.cells[2].outputs) <= editions.MOST_OUTPUTS
     page = out / "student" / f"{STEM}.html"
-    loading = Loading(page.read_text())
-    assert not {"script", "iframe"} & loading.tags
-    assert all(value.startswith("data:image/png;base64") for value in loading.values["src"])
-    assert not [
-        link for link in loading.values["href"] if not link.startswith(("#", "https", "data:", "4"))
-    ]
-    assert not [name for name in loading.values if name.startswith("on")]
-    assert len(loading.values["http-equiv"]) == 1
-    assert not [style for style in loading.values["style"] if "url" in style]
+    harmless = ("#", "https", "data:", "4", "course")
+    for html in (page, page.with_name("index.html")):
+        loading = Loading(html.read_text())
+        assert "43_long_name.ipynb" not in loading.values["href"]
+        assert not {"script", "iframe"} & loading.tags
+        assert all(value.startswith("data:image/png;base64") for value in loading.values["src"])
+        assert not [link for link in loading.values["href"] if not link.startswith(harmless)]
+        assert not [name for name in loading.values if name.startswith("on")]
+        assert len(loading.values["http-equiv"]) == 1
+        assert not [style for style in loading.values.get("style", []) if "url" in style]
     for file in (page, page.with_suffix(".pdf")):
         words = words_of(file)
         assert 'read("page.typ")' in words or "read(“page.typ”)" in words or "&quot;page" in words
@@ -194,12 +212,13 @@ def test_a_notebook_that_is_torn_or_unfinished_or_of_another_run_is_left_out(tmp
         (tmp_path / str(place)).mkdir()
         found = changed(tmp_path / str(place), change)
         assert handouts.main(found, tmp_path / "out") == handouts.WRONG_USAGE
-        assert "Left out: lab 42" in capsys.readouterr().out
+        assert "Left out: 42" in capsys.readouterr().out
     (found / "notebooks" / "43_torn.ipynb").write_text('{"cells": [')
     assert handouts.main(found, tmp_path / "out", ["43"]) == handouts.WRONG_USAGE
     assert handouts.main(found, tmp_path / "out", ["44"]) == handouts.WRONG_USAGE
     assert "42 planted lab" in capsys.readouterr().err
-    handouts.pages_of(found, [found / "notebooks" / f"{STEM}.ipynb"])  # it has a page all the same
+    files = [found / "notebooks" / f"{stem}.ipynb" for stem in ("43_torn", STEM)]
+    assert list(handouts.pages_of(found, files)) == ["43_torn.ipynb"]
     assert "Planted" in (found / "notebooks" / f"{STEM}.html").read_text()
 
 

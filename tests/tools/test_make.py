@@ -56,3 +56,14 @@ def test_what_a_container_keeps_is_on_a_volume(file):
         kept = {word.split(":")[1] for flag, word in pairwise(words) if flag == "-v"}
         answers = set() if "course" in words else {f"{home}/notebooks"}
         assert kept == {f"{home}/results"} | answers, words
+
+
+@pytest.mark.parametrize("code", ["0", "1"])
+def test_an_installation_is_quiet_unless_it_fails(tmp_path, code, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    pip = '#!/bin/sh\ncase "$*" in *requirements*) seq -f "Collecting %g" 480; exit $CODE; esac\n'
+    (tmp_path / "bin" / "python").write_text(pip)
+    (tmp_path / "bin" / "python").chmod(0o755)
+    monkeypatch.setenv("CODE", code)
+    made = make("install", f"VENV={tmp_path}")
+    assert (made.returncode == 0) == (made.stdout.count("\n") < 20) == (code == "0")

@@ -40,7 +40,7 @@ time.sleep(600)""",
 def write(folder: Path, name: str, trouble: str | None = None) -> str:
     """Write the notebook `name` with its own trouble, or another; its path."""
     cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})]
-    cells += [nbformat.v4.new_markdown_cell("# A lab\n\n## 1 · What happens")]
+    cells += [nbformat.v4.new_markdown_cell("# [A] lab <meta>\n\n## 1 · What happens")]
     sources = [part.format(name=name) for part in (FIRST, TROUBLE[trouble or name])]
     cells += [nbformat.v4.new_code_cell(source) for source in [*sources, "1 + 1"]]
     path = folder / f"{name}.ipynb"

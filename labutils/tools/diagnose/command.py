@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 
+from labutils.results.records import plain
 from labutils.tools.diagnose import diagnose, report, trial
 from labutils.tools.diagnose.script import STOPPED, NoDiagnosis, Stages, watch
 from labutils.tools.diagnose.sources import short
@@ -47,5 +48,5 @@ def main(options: Namespace) -> int:
 
 
 def _refuse(words: str, exit_code: int) -> int:
-    print(f"labutils diagnose: {words}", file=sys.stderr)
+    print(f"labutils diagnose: {plain(words)}", file=sys.stderr)
     return exit_code

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import jinja2
 
 from labutils.tools.diagnose import WORTH, Diagnosis
 from labutils.tools.diagnose.edits import edits
+from labutils.tools.pages import MARKDOWN, as_html, literal
 
 WIDTH = 80
 SMALL = 0.005
@@ -47,8 +47,6 @@ def text(diagnosis: Diagnosis) -> str:
 
 def page(diagnosis: Diagnosis) -> str:
     """One page of HTML that loads nothing."""
-    from labutils.tools.pages import MARKDOWN, as_html
-
     title = "Where a training step's time goes"
     return as_html(_filled("page.j2", diagnosis), MARKDOWN, title, "diagnosis")
 
@@ -56,7 +54,7 @@ def page(diagnosis: Diagnosis) -> str:
 def _filled(template: str, diagnosis: Diagnosis) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     words = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
-    words.filters |= {"wrap": _wrapped, "plain": _plain}
+    words.filters |= {"wrap": _wrapped, "plain": literal}
     words.globals |= {"picture": lambda what: _picture(diagnosis, what), "worth": WORTH}
     facts = record(diagnosis)
     return words.get_template(template).render(facts, rows=_rows(diagnosis)).strip()
@@ -73,11 +71,6 @@ def _rows(diagnosis: Diagnosis) -> dict[str, float]:
 def _wrapped(words: str, first: str = "     ", others: str = "     ") -> str:
     options = {"initial_indent": first, "subsequent_indent": others, "break_long_words": False}
     return "\n".join(textwrap.wrap(words, WIDTH, break_on_hyphens=False, **options))
-
-
-def _plain(words: str) -> str:
-    """Words that Markdown takes as they are."""
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(words.split()))
 
 
 def _picture(diagnosis: Diagnosis, what: str) -> str:

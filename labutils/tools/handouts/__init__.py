@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -36,7 +37,7 @@ NEVER = datetime.fromtimestamp(0, UTC)
 """Stands for a time that nobody wrote down."""
 
 
-class Mismatch(Exception):
+class Mismatch(RuntimeError):
     """A notebook that is left out, or its records don't belong to it; the message says why."""
 
 
@@ -51,21 +52,23 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
         folder = _folder(results)
         known = records.read_records(folder)
         default = records.REPOSITORY / "results" / "handouts" / folder.resolve().name
-        target = records.named(out) if out else default
+        target = records.named(out or default)
         there = _notebooks_in(folder)
         paths = sorted({path_of(lab, there) for lab in labs}) or there
         left_out: dict[str, str] = {}
         for edition in editions.EDITIONS:
-            left_out |= _make(edition, paths, known, target / edition, not labs)
+            chosen = [path for path in paths if path.name not in left_out]
+            left_out |= _make(edition, chosen, known, target / edition, not labs)
     except (ValueError, OSError, ImportError, UsageError, RuntimeError) as error:
-        print(f"labutils handouts: {error}", file=sys.stderr)
+        cure = " Another folder for them: --out DIR" if isinstance(error, OSError) else ""
+        print(f"labutils handouts: {records.plain(str(error))}{cure}", file=sys.stderr)
         return WRONG_USAGE
-    for stem, why in left_out.items():
-        print(records.plain(f"Left out: lab {stem[:2]}: {why}"))
-    if len(left_out) == len(paths):
+    for name, why in left_out.items():
+        print("Left out:", records.plain(" ".join(f"{name}: {why}".split())))
+    count = sum(path.name not in left_out for path in paths)
+    if not count:
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
         return WRONG_USAGE
-    count = len(paths) - len(left_out)
     for edition in editions.EDITIONS:
         print(f"{count} labs, {edition}’s edition: {target / edition / 'index.html'}")
     return A_LAB_LEFT_OUT if left_out else MADE
@@ -92,44 +95,54 @@ def _notebooks_in(folder: Path) -> list[Path]:
 def _make(
     edition: str, paths: Sequence[Path], known: Records, place: Path, with_course: bool
 ) -> dict[str, str]:
-    """Write one edition of every lab into `place`; (lab's stem -> why it is left out). Raises
-    `OSError`, and `RuntimeError` of the course's PDF or the index."""
+    """Write one edition of every lab into `place`; (file's name -> why it is left out). Raises
+    `OSError`, and `RuntimeError` of the index."""
     place.mkdir(parents=True, exist_ok=True)
     left_out: dict[str, str] = {}
     pages = {path.name for path in paths}
-    with TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as workers:
+    with TemporaryDirectory() as scratch:
         workshop = documents.workshop(Path(scratch))
 
-        def one(path: Path) -> tuple[Chapter, str] | None:
-            try:
-                chapter = _chapter(path, known, edition)
-                nbformat.write(chapter.notebook, place / path.name)
-                documents.page(chapter, place, pages)
-                return chapter, documents.pdf(chapter, workshop, place)
-            except (Mismatch, RuntimeError) as error:
-                left_out[path.stem] = str(error)
-            except Exception as error:  # one odd notebook, which nobody thought of, costs its lab
-                left_out[path.stem] = f"{type(error).__name__}: {error}"
-            return None
+        def one(path: Path) -> tuple[Chapter, str]:
+            chapter = _chapter(path, known, edition)
+            documents.page(chapter, place, pages)
+            text = documents.pdf(chapter, workshop, place)
+            notebook = nbformat.writes(chapter.notebook).encode(errors="replace")
+            (place / path.name).write_bytes(notebook)  # the index lists what has one
+            return chapter, text
 
-        chapters = [made for made in workers.map(one, paths) if made]
+        chapters = _made(one, paths, left_out)
         if with_course and chapters:
-            documents.course(chapters, workshop, place)
+            course = place / "course.pdf"
+            _made(lambda _: documents.course(chapters, workshop, place), [course], left_out)
     index.write(place, edition)
     return left_out
 
 
-def pages_of(folder: Path, executed: Sequence[Path]) -> None:
-    """Write an HTML page beside each of these notebooks of a results folder, whatever became of its
-    run. Raises `OSError`, `ImportError` or `RuntimeError`."""
-    known = records.read_records(folder)
-    pages = {path.name for path in _notebooks_in(folder)}
+def _made(make: Callable, paths: Sequence[Path], left_out: dict[str, str]) -> list[Any]:
+    """What `make` makes of each path. One that fails costs no other: its name is `left_out`, with
+    the reason."""
 
-    def one(path: Path) -> None:
-        documents.page(_chapter(path, known, editions.EXECUTED), path.parent, pages)
+    def one(path: Path) -> Any:
+        try:
+            return make(path)
+        except Exception as error:
+            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+            left_out[path.name] = f"{kind}{error}"
 
     with ThreadPoolExecutor(os.cpu_count()) as workers:
-        list(workers.map(one, executed))
+        return [made for made in workers.map(one, paths) if made]
+
+
+def pages_of(folder: Path, executed: Sequence[Path]) -> dict[str, str]:
+    """Write an HTML page beside each of these notebooks of a results folder, whatever became of its
+    run; (notebook's name -> why it has none). Raises `OSError` or `ImportError`."""
+    left_out: dict[str, str] = {}
+    known = records.read_records(folder)
+    pages = {path.name for path in _notebooks_in(folder)}
+    chapter = partial(_chapter, known=known, edition=editions.EXECUTED)
+    _made(lambda path: documents.page(chapter(path), path.parent, pages), executed, left_out)
+    return left_out
 
 
 def _chapter(path: Path, known: Records, edition: str) -> Chapter:

@@ -32,6 +32,7 @@ from labutils.tools.pages import (
     TIME_LIMIT_S,
     as_html,
     limited,
+    literal,
     pandoc,
     title_of,
 )
@@ -99,13 +100,11 @@ def course(chapters: Sequence[tuple[Chapter, str]], scratch: Path, target: Path)
     """Write all chapters, given with their texts in Typst's language, and the glossary as one PDF.
     Raises `RuntimeError`."""
     words = _named(COURSE, chapters[0][0].edition)
-    rows = []
-    for one, _ in chapters:
-        cells = [one.title, *(one.facts.get(name, "") for name in COVER)]
-        rows.append(f"({', '.join(map(_quoted, cells))}),")
-    measured = any(one.facts for one, _ in chapters)
+    measured = [one for one, _ in chapters if one.facts]
+    rows = [[one.title, *(one.facts.get(name, "") for name in COVER)] for one in measured]
+    labs = " ".join(f"({', '.join(map(_quoted, row))})," for row in rows)
     opening = f"#show: handout.with({words}, whole: true)"
-    cover = f"#cover({words}, labs: ({' '.join(rows) if measured else ''}))"
+    cover = f"#cover({words}, labs: ({labs}))"
     entries = re.sub(r"^### (.+)\n\n", r"**\1.** ", GLOSSARY.read_text("utf-8"), flags=re.M)
     title, _, entries = pandoc(entries, MARKDOWN, "typst", []).partition("\n\n")
     glossary = f"{title}\n\n#glossary-part[{entries}]"
@@ -137,8 +136,7 @@ def _with_facts(chapter: Chapter) -> NotebookNode:
     if chapter.facts:  # a worksheet has none
         rows = ["|   |   |", "|---|---|"]
         for name, words in chapter.facts.items():
-            escaped = re.sub(r"([\\`*_|$<\[\]~])", r"\\\1", words)
-            rows += [f"| **{name}** | {escaped} |"] if words else []
+            rows += [f"| **{name}** | {literal(words)} |"] if words else []
         box = new_markdown_cell("\n".join(rows), metadata={"tags": ["facts"]})
         title = new_markdown_cell()
         if notebook.cells:

@@ -8,20 +8,21 @@ Markdown and pictures: papermill's traces, widgets, warnings and the machine's p
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
+import io
 import re
 
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from PIL import Image
 
 WORKSHEET, STUDENT, INSTRUCTOR = EDITIONS = ("worksheet", "student", "instructor")
 EXECUTED = "executed"
 """What nobody gives out: a lab as it was executed, to be read where it was."""
 ASKING = ("# ", "## ", "**Question.**", "**Your prediction", "**Prediction")
 """How the paragraphs of a lab begin that a worksheet has."""
-SIGNATURES = {"image/png": b"\x89PNG\r\n", "image/jpeg": b"\xff\xd8\xff"}
-MOST_LETTERS = 100_000
-"""Of an output; the rest of what a cell printed is left out."""
+MOST_LETTERS, MOST_OUTPUTS = 100_000, 1000
+"""Of an output, and of a cell; the rest of what a cell printed is left out."""
 
 _PREDICTED = re.compile(r'lab\.predict\(\s*"([^"]+)"')
 """What a cell asks to predict."""
@@ -106,7 +107,7 @@ def sanitised(text: str) -> str:
 def _clean(outputs: list[NotebookNode]) -> list[NotebookNode]:
     """What of a cell's outputs is for readers, printed lines that follow one another as one."""
     shown: list[NotebookNode] = []
-    for output in outputs:
+    for output in outputs[:MOST_OUTPUTS]:
         if output.output_type == "stream" and output.name == "stdout":
             text = sanitised(output.text)
             if shown and shown[-1].output_type == "stream":
@@ -131,11 +132,11 @@ def _clean(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 def picture(data: dict) -> dict[str, str]:
     """The picture in an output's data, where it really is one; {} otherwise."""
-    for kind, signature in SIGNATURES.items():
-        try:
-            encoded = "".join(data.get(kind, "").split())
-            if base64.b64decode(encoded, validate=True).startswith(signature):
-                return {kind: encoded}
-        except (binascii.Error, AttributeError):
-            continue
+    for kind in ("image/png", "image/jpeg"):
+        with contextlib.suppress(Exception):  # of many types; Pillow also tells a bomb
+            encoded = "".join(data[kind].split())
+            file = io.BytesIO(base64.b64decode(encoded, validate=True))
+            with Image.open(file, formats=[kind.removeprefix("image/")]) as image:
+                image.verify()
+            return {kind: encoded}
     return {}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-import nbformat
+from urllib.parse import quote
 
 from labutils.tools.handouts.documents import EDITION_TITLES
-from labutils.tools.pages import COURSE, MARKDOWN, as_html, table, title_of
+from labutils.tools.pages import COURSE, MARKDOWN, as_html, literal, opened, table, title_of
 
 KINDS = {".html": "HTML", ".pdf": "PDF", ".ipynb": "notebook"}
 ABOUT = (
@@ -21,8 +20,9 @@ def write(folder: Path, edition: str) -> None:
     `RuntimeError`."""
     rows = []
     for path in sorted(folder.glob("[0-9]*.ipynb")):
-        title = title_of(nbformat.read(path, as_version=4)) or path.stem
-        rows.append([title, _links(folder, path.stem)])
+        notebook = opened(path)
+        title = notebook and title_of(notebook) or path.stem
+        rows.append([literal(title), _links(folder, path.stem)])
     rows.append(["all labs", _links(folder, "course")])
     text = f"# {COURSE}\n\n{ABOUT}\n\n{table(['lab', ''], [row for row in rows if row[1]])}\n"
     page = as_html(text, MARKDOWN, COURSE, EDITION_TITLES[edition])
@@ -30,5 +30,5 @@ def write(folder: Path, edition: str) -> None:
 
 
 def _links(folder: Path, stem: str) -> str:
-    files = {word: f"{stem}{ending}" for ending, word in KINDS.items()}
-    return " · ".join(f"[{word}]({f})" for word, f in files.items() if (folder / f).is_file())
+    files = {word: folder / f"{stem}{ending}" for ending, word in KINDS.items()}
+    return " · ".join(f"[{w}]({quote(f.name)})" for w, f in files.items() if f.is_file())

@@ -117,6 +117,11 @@ local function as_text(it)
   return it.t == 'RawInline' and pandoc.Str(it.text) or pandoc.Para{pandoc.Str(it.text)}
 end
 
+-- A stranger's language may end what Typst quotes.
+local function code(it)
+  return pandoc.CodeBlock(it.text, {class = it.classes[1] and it.classes[1]:match '^[%w_+-]+$'})
+end
+
 local function bare_header(it)
   return pandoc.Header(it.level, it.content) -- labs have sections of the same name
 end
@@ -136,7 +141,7 @@ function Pandoc(doc)
     blocks:extend(block.t == 'Div' and cell(block) or {block})
   end
   blocks = blocks:walk{RawInline = as_text, RawBlock = as_text}
-  blocks = blocks:walk{Link = link, Image = image, Table = table_}
+  blocks = blocks:walk{Link = link, Image = image, Table = table_, CodeBlock = code}
   if for_typst then blocks = blocks:walk{Header = bare_header}:walk{Div = typst_part} end
   return pandoc.Pandoc(blocks)
 end

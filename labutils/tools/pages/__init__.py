@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from nbformat import NotebookNode
 
 COURSE = "GPU Fine-Tuning Lab"
@@ -42,6 +43,7 @@ def limited(name: str, words: Sequence[Any], limit_s: float, **options: Any) -> 
         raise RuntimeError(f"{name} took more than {limit_s} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
+        lines = [line for line in lines if "memory" in line] or lines  # more follows that
         raise RuntimeError(f"{name}: {(lines or [f'exit code {done.returncode}'])[-1]}")
     return done.stdout.decode()
 
@@ -61,13 +63,28 @@ def as_html(text: str, form: str, title: str, kind: str, options: Sequence[str] 
     return re.sub(r' xmlns="http://www\.w3\.org/[^"]*"', "", page)  # HTML5 needs no such addresses
 
 
+def opened(path: Path) -> NotebookNode | None:
+    """An executed notebook; None where the file is none, or its stamp none of ours."""
+    try:
+        notebook = nbformat.read(path, as_version=4)
+        notebook.metadata.get("labutils", {}).get("parameters", {}).get("scale")
+    except Exception:  # cut off, mostly: nbformat passes on what json and its schema raise
+        return None
+    return notebook
+
+
 def title_of(notebook: NotebookNode) -> str:
     """The first heading of a notebook, "" where it has none."""
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     return next(iter(re.findall(r"^# (.+)$", "\n".join(cells), re.M)), "")
 
 
+def literal(words: str) -> str:
+    """Strangers' words in one line, which Markdown takes as they are."""
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", " ".join(words.split()))
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, of cells in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', ' ') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

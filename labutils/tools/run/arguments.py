@@ -164,7 +164,7 @@ def results_folder(asked: Path | None, labs: Sequence[Lab]) -> tuple[Path, IO[st
             f"Another `labutils run` writes into {short(folder)} now. Wait for it, or choose "
             "another folder with --results DIR."
         ) from None
-    except (OSError, ValueError) as error:  # also a current folder that was deleted
+    except (OSError, ValueError) as error:
         raise UsageError(
             f"Results can't be kept in {given or default}: {error}. Nothing was run. Choose a "
             "folder you may write to with --results DIR."

@@ -8,11 +8,10 @@ from pathlib import Path
 from urllib.parse import quote
 
 import jinja2
-import nbformat
 from nbformat import NotebookNode
 
 from labutils.results.records import plain
-from labutils.tools.pages import MARKDOWN, as_html, table, title_of
+from labutils.tools.pages import MARKDOWN, as_html, literal, opened, table, title_of
 from labutils.tools.run.arguments import short
 from labutils.tools.run.execute_lab import Outcome
 
@@ -30,15 +29,14 @@ def write(
         if with_pages:
             from labutils.tools import handouts
 
-            handouts.pages_of(folder, [path for path in executed if _is_stale(path)])
-    except Exception as error:  # the labs have run: how they went must still be said
-        say(plain(f"No HTML pages of executed notebooks: {type(error).__name__}: {error}"))
-    try:
+            stale = [path for path in executed if _is_stale(path)]
+            for name, why in handouts.pages_of(folder, stale).items():
+                say(plain(f"No HTML page of {name}: {why}"))
         text = _as_markdown(folder, executed, outcomes)
         page = as_html(text, MARKDOWN, f"Results: {folder.name}", "Executed notebooks")
         file.write_text(page, encoding="utf-8")
-    except (ImportError, OSError, RuntimeError) as error:
-        say(f"No {short(file)}: {error}")
+    except Exception as error:  # the labs have run: how they went must still be said
+        say(plain(f"No {short(file)}: {type(error).__name__}: {error}"))
         return None
     return file
 
@@ -49,12 +47,12 @@ def _is_stale(notebook: Path) -> bool:
 
 
 def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outcome]) -> str:
-    labs = {path: _read(path) for path in executed}
+    labs = {path: opened(path) for path in executed}
     rows = {path.stem: _row(path, notebook) for path, notebook in labs.items()}
     where = ["--results", short(folder)]
     template = Path(__file__).with_name("index.j2").read_text("utf-8")
     return jinja2.Template(template, trim_blocks=True).render(
-        name=folder.name,
+        name=literal(folder.name),
         scoreboard=next((row[0] for stem, row in rows.items() if stem[:2] == "12"), ""),
         report=shlex.join(["labutils", "report", *where]),
         troubles=[outcome.message for outcome in outcomes if outcome.message],
@@ -62,13 +60,6 @@ def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outc
         labs=table(("lab", "status", "seconds", "scale", ""), list(rows.values())),
         ladder="".join(_last_picture(lab) for path, lab in labs.items() if path.stem[:2] == "04"),
     )
-
-
-def _read(path: Path) -> NotebookNode | None:
-    try:
-        return nbformat.read(path, as_version=4)
-    except Exception:  # cut off, or no notebook: nbformat passes on what json and its schema raise
-        return None
 
 
 def _row(path: Path, notebook: NotebookNode | None) -> list[str]:
@@ -80,8 +71,8 @@ def _row(path: Path, notebook: NotebookNode | None) -> list[str]:
         title = title_of(notebook) or title
         stamp = notebook.metadata.get("labutils", {})
     said = stamp | {"scale": stamp.get("parameters", {}).get("scale", "")}
-    said = [str(said.get(name, "")) for name in ("status", "seconds", "scale")]
-    return [f"[{title}](notebooks/{first})", *said, f"[notebook](notebooks/{last})"]
+    said = [literal(str(said.get(name, ""))) for name in ("status", "seconds", "scale")]
+    return [f"[{literal(title)}](notebooks/{first})", *said, f"[notebook](notebooks/{last})"]
 
 
 def _last_picture(notebook: NotebookNode | None) -> str:

@@ -14,15 +14,18 @@ import sys
 def main() -> None:
     del sys.argv[0]
     path = os.path.abspath(sys.argv[0])
-    with open(path, encoding="utf-8") as file:
-        cells = json.load(file)["cells"]
+    try:
+        with open(path, encoding="utf-8") as file:
+            cells = [(c["cell_type"], "".join(c["source"])) for c in json.load(file)["cells"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        sys.exit(f"{path!r} can't be read as a notebook: {type(error).__name__}: {error}")
     sys.path[0] = os.path.dirname(path)
     os.chdir(sys.path[0])
     names = vars(sys.modules["__main__"])
     names["display"] = print
-    for number, cell in enumerate(cells, 1):
-        if cell["cell_type"] == "code":
-            source, name = "".join(cell["source"]), f"{path}, cell {number}"
+    for number, (kind, source) in enumerate(cells, 1):
+        if kind == "code":
+            name = f"{path}, cell {number}"
             try:
                 code = compile(source, name, "exec", dont_inherit=True)
             except SyntaxError:
