@@ -11,8 +11,8 @@ import pytest
 from labutils.labs.ladders import A3_BASE
 from labutils.recipe import STOCK
 from labutils.tools.ablations import ablations
-from labutils.tools.diagnose import WORTH, Diagnosis, diagnose
-from labutils.tools.diagnose.script import watch
+from labutils.tools.diagnose import WORTH, Diagnosis, diagnose, trial
+from labutils.tools.diagnose.script import Stages, watch
 from labutils.workloads import open_workload
 
 pytestmark = [
@@ -70,6 +70,15 @@ def test_what_is_mended_is_no_longer_named():
     assert "pinning" not in {f.name for f in diagnosed(f"{UNPINNED} --pin").worth_it[:2]}
     tf32, fp32 = diagnosed(f"{WIDE} --precision tf32"), diagnosed(WIDE)
     assert tf32.fix("precision").gain < fp32.fix("precision").gain
+
+
+def test_a_fix_that_is_tried_comes_near_what_was_predicted():
+    """Products in another format, put in place from outside."""
+    command = [sys.executable, str(SCRIPTS / "plain_loop.py"), *WIDE.split()]
+    found = diagnosed(WIDE)
+    tried = trial.tries(found, command, Stages(), rounds=2)["precision"]
+    off = (1 - found.fix("precision").gain) / (1 - tried.measured) - 1
+    assert abs(off) <= 2 * CLOSE and "same" in tried.losses, (found.fix("precision"), tried)
 
 
 def test_a_tuned_loop_raises_no_alarm():
