@@ -141,10 +141,8 @@ def test_a_mistake_in_a_file_is_found(change, word):
         (80, "less", None, CONFIRMED),
         (120, "less", None, REFUTED),
         (100, "less", None, INCONCLUSIVE),
-        (105, "more", "slight", CONFIRMED),
         (157, "more", "slight", REFUTED),
         (105, "more", "marked", REFUTED),
-        (60, "less", "marked", CONFIRMED),
         (105, "as much", None, CONFIRMED),
         (128, "as much", None, REFUTED),
     ],
@@ -199,22 +197,12 @@ def test_a_gain_is_compared_with_another_and_over_sizes():
     assert judge(claim(direction="less", over=over), runs).here.count("batch") == 3
 
 
-def test_two_sums_of_one_run_are_compared():
-    one = claim(runs={"run": BASE}, heavier=["a_share", "b_share"], lighter=["c_share"])
-    for shares, verdict in (((0.1, 0.2, 0.25), CONFIRMED), ((0.1, 0.1, 0.25), REFUTED)):
-        metrics = dict(zip(("a_share", "b_share", "c_share"), shares, strict=True))
-        assert judge(one, Runs([recorded(**metrics)])).verdict == verdict
-
-
 @pytest.mark.parametrize(
     ("form", "published", "changed", "how", "verdict"),
     [
-        ("gain", (290, 141), 50, {"tolerance": 0.25}, CONFIRMED),
         ("gain", (290, 141), 80, {"tolerance": 0.25}, REFUTED),
         ("gain", (44, 65), 150, {"tolerance": 0.25}, CONFIRMED),
-        ("times", (1.48, 105), 7000, {"tolerance": 2}, CONFIRMED),
         ("times", (1.48, 105), 21000, {"tolerance": 2}, REFUTED),
-        ("percent", (4, 7), 95, {"tolerance": 3, "direction": "less"}, CONFIRMED),
         ("percent", (4, 7), 80, {"tolerance": 3, "direction": "less"}, REFUTED),
         ("percent", (2, 6), 103, {"tolerance": 3, "direction": "less"}, REFUTED),  # other sign
         ("percent", (1.9,), 100, {"tolerance": 5, "direction": "more"}, INCONCLUSIVE),
@@ -272,13 +260,6 @@ def test_range_of_a_share_that_depends_on_the_clock(value, verdict):
     assert judge(one, Runs([recorded(gpu_utilization=value)])).verdict == verdict
 
 
-def test_equals_within_its_tolerance():
-    one = claim("equals", runs={"run": BASE}, metrics=["a", "b"], published=(16.7e6, 65e3))
-    runs = Runs([recorded(a=4096**2, b=65536)])
-    assert judge(one, runs).verdict == REFUTED
-    assert judge(replace(one, how=one.how | {"tolerance": 0.01}), runs).verdict == CONFIRMED
-
-
 @pytest.mark.parametrize(
     ("failed", "control", "verdict"),
     [(1, 0, CONFIRMED), (1, 1, REFUTED), (0, 0, INCONCLUSIVE), (0, None, REFUTED)],
@@ -292,17 +273,6 @@ def test_fails_with_and_without_what_is_blamed(failed, control, verdict):
     if failed:
         other = replace(one, how={"words": ["shared memory"]})
         assert judge(other, Runs(runs)).verdict == INCONCLUSIVE
-
-
-def test_contains_an_item_or_is_one():
-    one = claim("contains", runs={"run": BASE}, metric="a", items=["sm_120"])
-    for value, verdict in (
-        (["sm_90", "sm_120"], CONFIRMED),
-        ("sm_120", CONFIRMED),
-        (["sm_90"], REFUTED),
-        ([], NOT_TESTABLE),
-    ):
-        assert judge(one, Runs([recorded(a=value)])).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -339,13 +309,6 @@ def test_advice_pays_costs_or_makes_no_difference(changed, spread, verdict):
     for direction, after in (("less", changed), ("more", 100 * 100 / changed)):
         one = claim("advice", "advice", direction=direction)
         assert judge(one, times(100, after, spread)).verdict == verdict
-
-
-def test_settings_are_told_and_reasons_given():
-    told = claim("", "setting", {}, reason="It claims no gain.")
-    assert judge(told, Runs()).verdict == TOLD
-    beyond = judge(replace(told, kind="advice", reason="It takes a cluster."), Runs())
-    assert (beyond.verdict, beyond.why) == (NOT_TESTABLE, "It takes a cluster.")
 
 
 @pytest.mark.parametrize("part", ["cpu", "gpu_id"])
