@@ -162,13 +162,6 @@ def test_a_difference_is_named(result, word):
 # What is kept for the backward pass
 
 
-@pytest.fixture
-def layer():
-    layer = torch.nn.Module()
-    layer.register_buffer("W", torch.randn(32, 16).half())
-    return layer
-
-
 def rows(seed: int) -> tuple:
     torch.manual_seed(seed)
     return (torch.randn(4, 16, requires_grad=True),)
@@ -188,7 +181,10 @@ class Lean(torch.autograd.Function):
         return upstream @ ctx.W.float(), None, None
 
 
-def test_bytes_are_counted_wherever_they_are_kept(layer):
+def test_bytes_are_counted_wherever_they_are_kept():
+    layer = torch.nn.Module()
+    layer.register_buffer("W", torch.randn(32, 16).half())
+
     def restoring(x):
         return x @ layer.W.float().T
 

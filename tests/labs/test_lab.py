@@ -87,10 +87,7 @@ def test_parameters_reach_the_lab(capsys):
     assert "Lab 03" in capsys.readouterr().out
 
 
-def test_words_of_a_command_line_become_values():
-    assert parameters.read("steps", "4", "int") == 4
-    assert parameters.read("rate", "4", "float") == 4.0
-    assert parameters.read("loud", "False", "bool") is False
+def test_whole_numbers_are_sorted_and_each_is_there_once():
     assert parameters.whole_numbers("batches", "24 1,4  4") == [1, 4, 24]
 
 

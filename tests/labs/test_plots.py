@@ -12,7 +12,6 @@ from labutils.course.plots.palette import PAPER
 from labutils.course.predictions import scores_of
 from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.roofline import Roofline
-from labutils.results.judges import VERDICTS
 from labutils.results.records import Run, summarise
 
 matplotlib.use("Agg")
@@ -158,12 +157,6 @@ def test_verdicts_show_every_claim_on_one_page(ax):
     assert width < 8 and height < 11.2
     assert len([line for line in ax.lines if len(line.get_xdata())]) == 8 * 55
     assert_tidy(ax)
-
-
-def test_every_verdict_has_a_mark_of_its_own():
-    assert set(VERDICTS) <= plots.VERDICT_MARKS.keys()
-    looks = [(m["marker"], m.get("markerfacecolor")) for m in plots.VERDICT_MARKS.values()]
-    assert len(set(looks)) == len(looks)
 
 
 def test_calibration_shows_each_prediction_with_both_numbers(ax):

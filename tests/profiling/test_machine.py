@@ -12,11 +12,8 @@ from labutils.profiling.machine import default_device, machine_facts
 @pytest.mark.parametrize(
     ("architectures", "capability", "how"),
     [
-        (["sm_50", "sm_60", "sm_70", "sm_80", "sm_90"], (12, 0), "no"),  # article A1
-        (["sm_80", "sm_90", "sm_100", "sm_120"], (12, 0), "native"),
         (["sm_80"], (8, 9), "native"),
         (["sm_86"], (8, 0), "no"),
-        (["sm_90", "compute_90"], (12, 0), "ptx"),
         (["sm_90a"], (9, 0), "native"),
         (["sm_90a", "compute_90a"], (10, 0), "no"),
         (["sm_100f"], (10, 3), "native"),

@@ -8,35 +8,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from labutils.layers.lora import LoRALinear, attach_lora
+from labutils.layers.lora import LoRALinear
 from labutils.profiling.memory_model import (
     bytes_of,
     planned,
     saved_for_backward,
     tensors_of,
 )
+from labutils.workloads.causal_lm import QWEN3
+from labutils.workloads.decoder_memory import one_block
 
 sizes = st.integers(1, 30)
 
 
-def language_loss(device, lora):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    widths = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
-    with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(num_hidden_layers=2, **widths, **heads))
-        ids = torch.ones(2, 30, dtype=torch.long)
-    if lora:
-        attach_lora(model, ("q_proj", "v_proj", "down_proj"), 4, 4, "plain")
-    inputs = {"labels": ids, "use_cache": False, "attention_mask": {"full_attention": None}}
-    return model, lambda: model(ids, **inputs).loss
-
-
-@pytest.mark.parametrize("lora", [False, True])
-def test_the_meta_device_keeps_what_a_real_one_keeps(lora):
+def test_the_meta_device_keeps_what_a_real_one_keeps():
     """To the byte, where the real device has a fused attention kernel, as CPUs have."""
-    on_cpu, on_meta = (saved_for_backward(*language_loss(on, lora)) for on in ("cpu", "meta"))
+    blocks = (
+        one_block(QWEN3["tiny"], False, torch.device(on), 2, 30, "plain") for on in ("cpu", "meta")
+    )
+    on_cpu, on_meta = (saved_for_backward(*block) for block in blocks)
     assert on_meta == on_cpu > 0
 
 

@@ -67,14 +67,6 @@ def test_bytes_are_under_the_right_heading():
     assert memory.totals()[-1] == weights + BLOCK
 
 
-def test_the_meta_device_has_the_same_record():
-    real = recorded_step(little_model(), torch.randn(512, 128))
-    with torch.device("meta"):
-        imagined = recorded_step(little_model(), torch.empty(512, 128))
-    assert real.at_peak() == imagined.at_peak()
-    assert real.phases == imagined.phases
-
-
 actions = st.lists(
     st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 20).map(BLOCK.__mul__)), max_size=60
 )

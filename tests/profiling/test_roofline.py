@@ -49,7 +49,6 @@ def test_published_peaks_of_the_course():
         ("NVIDIA H100 80GB HBM3", 85.0, "H100 SXM5"),
         ("NVIDIA H200", 150.1, "H200 SXM"),
         ("NVIDIA GeForce RTX 3080", 10.5, "RTX 3080"),
-        ("Tesla T4", 15.6, "T4"),
         # A similar card has no data sheet rather than a wrong one.
         ("NVIDIA GeForce RTX 3080", 12.9, None),  # more SMs and a wider bus
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 17.2, None),

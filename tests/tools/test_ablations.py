@@ -37,7 +37,6 @@ def timed(*walls, **metrics):
 @pytest.mark.parametrize(
     ("predicted", "measured", "off"),
     [
-        (0.5, 0.5, 0.0),
         (0.5, 0.6, 0.25),  # half of the step was predicted, and it took 40 %
         (0.3, -0.1, -0.3636),
     ],
