@@ -33,7 +33,7 @@ def with_solutions(notebook: NotebookNode, number: str) -> NotebookNode:
     if not solutions or any("solution" in each for each in tags):
         return notebook
     if sum("exercise" in each for each in tags) != len(solutions):
-        raise ValueError(f"Lab {number} has not as many exercises as solutions.")
+        raise ValueError("It has not as many exercises as there are solutions: an older edition?")
     solved, cells, left = copy.copy(notebook), [], iter(solutions)
     for cell, each in zip(notebook.cells, tags, strict=True):
         cells.append(cell)
