@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from labutils import __version__
@@ -173,7 +172,8 @@ def _run(options: argparse.Namespace) -> int:
     names = ("scale", "weights", "data", "results", "force", "timeout")
     asked = {name: getattr(options, name) for name in names} | {"given": dict(options.given)}
     try:
-        return runner.run(options.labs, runner.Options(**asked), partial(print, flush=True))
+        wanted = runner.Options(**asked)
+        return runner.run(options.labs, wanted, lambda said: print(plain(said), flush=True))
     except runner.UsageError as error:
         print(f"labutils run: {plain(str(error))}", file=sys.stderr)
         return WRONG_USAGE

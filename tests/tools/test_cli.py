@@ -39,6 +39,7 @@ def test_what_a_command_refuses_is_one_message_and_2(tmp_path, results_folder, m
         ("run --weights mine", "mine"),
         ("run --results ~nosuchuser/x", "--results"),
         (f"run {path} --results /proc/results", "--results"),
+        (f"run {path} --results \udcff", "--results"),  # a name in an old encoding
         (f"run {path} --scale huge", "small"),
         (f"run {path} -p stepz 3", "steps"),
         (f"run {path} -p steps many", "many"),

@@ -17,6 +17,7 @@ RECORD = json.loads(REFERENCE.read_text().splitlines()[3])
 NOTEBOOK = json.loads(REFERENCE.with_name("01_lora_math.ipynb").read_text())
 ODD = (None, "x", 3, [1], {"a": {"b": 1}}, 10**400)
 CELL = {"cell_type": "code", "metadata": {"tags": 3}, "source": ["a", 3], "outputs": None}
+LONE = {**CELL, "metadata": {}, "source": "\ud800", "outputs": []}
 RAW = (b"", b"\0" * 4096, b"\xe9" * 50, b"[" * 100_000, b'{"cells":' * 50_000, b"9" * 10_000)
 RAW += (b"NaN", b"[1e999]", b'"x"', b"3", b"[]", b"{}", b"\x1b[2J", b"\x80\x04\x95", b"PK\3\4")
 FAULTS = Path(__file__).parents[1] / "faults.py"
@@ -26,7 +27,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.list
 def files() -> list[bytes]:
     """Some 70 damaged files: no JSON, and notebooks and records with one odd part."""
     broken = [NOTEBOOK | {key: odd} for key in ("cells", "metadata", "nbformat") for odd in ODD]
-    broken += [NOTEBOOK | {"cells": [cell, *NOTEBOOK["cells"]]} for cell in (None, {}, CELL)]
+    broken += [NOTEBOOK | {"cells": [cell, *NOTEBOOK["cells"]]} for cell in (None, {}, CELL, LONE)]
     keys = ("lab", "tags", "metrics", "machine", "at", "status")
     broken += [RECORD | {key: odd} for key in keys for odd in ODD]
     return [*RAW, *(json.dumps(part).encode() for part in broken)]

@@ -97,6 +97,7 @@ def _open(path: Path) -> Lab:
     try:
         declared = papermill.inspect_notebook(str(path))
         cells = nbformat.read(path, as_version=4).cells
+        code = records.digest(cell.source.encode() for cell in cells if cell.cell_type == "code")
     except Exception as error:  # papermill passes on what json, nbformat or the disk raise
         raise UsageError(f"{short(path)} can't be read as a notebook: {error}") from None
     for name, line in declared.items():
@@ -104,7 +105,6 @@ def _open(path: Path) -> Lab:
             kinds = ", ".join(parameters.KINDS)
             raise UsageError(f"{short(path)}: parameter {name} needs a type, one of: {kinds}.")
     number = path.stem[:2] if re.match(r"\d\d_", path.stem) else path.stem
-    code = records.digest(cell.source.encode() for cell in cells if cell.cell_type == "code")
     return Lab(number, path, declared, code)
 
 
@@ -149,6 +149,7 @@ def results_folder(asked: Path | None, labs: Sequence[Lab]) -> tuple[Path, IO[st
     try:
         folder = records.named(given or default)
         executed = folder / "notebooks"
+        bytes(executed).decode()  # papermill takes no other names
         sources = {NOTEBOOKS, *(lab.path.parent for lab in labs)}
         if executed.is_dir() and any(map(executed.samefile, sources)):
             raise UsageError(
@@ -166,8 +167,8 @@ def results_folder(asked: Path | None, labs: Sequence[Lab]) -> tuple[Path, IO[st
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"Results can't be kept in {given or default}: {error}. Nothing was run. Choose a "
-            "folder you may write to with --results DIR."
+            f"Results can't be kept in {str(given or default)!r}: {error}. Nothing was run. Choose "
+            "a folder you may write to with --results DIR."
         ) from None
     return folder, lock
 
