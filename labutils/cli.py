@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine, and say what to type")
     doctor.add_argument("--json", action="store_true", help="print findings as JSON")
     _add_run(commands)
-    report = commands.add_parser("report", help="every claim: published, H200, here, verdict")
+    report = commands.add_parser("report", help="every claim: published, ours, here, verdict")
     report.add_argument("--json", action="store_true", help="print verdicts as JSON")
     _add_results(report)
     handouts = commands.add_parser("handouts", help="executed labs to give out: HTML and PDF")

@@ -296,7 +296,7 @@ class Lab:
         h200: Mapping[str, float | None] | None = None,
     ) -> None:
         """Score the predictions against `truths` (topic -> measured value), and mark the lab as
-        done. A topic that this machine couldn't measure is scored against our `h200`'s value.
+        done. A topic that this machine couldn't measure is scored against our GPU's value, `h200`.
         """
         rows = [("prediction", "you", "measured", "off by")]
         here, there = (
@@ -307,14 +307,15 @@ class Lab:
             if not is_finite(truth) or topic not in self._predictions:
                 continue
             guess, unit = self._predictions[topic]
-            on = {} if topic in here else {"on": "H200"}
+            on = {} if topic in here else {"on": self.card}
             known = {"topic": topic, "value": guess, "measured": truth, "unit": unit}
             self._record(status="score", **known, **on)
             off = f"{abs(guess - truth):.3g}"
             if guess > 0 and truth > 0:
                 off = f"{max(guess, truth) / min(guess, truth):.2f}x"
             off += " too high" if guess > truth else " too low" if guess < truth else ""
-            measured = f"{tables.cell(float(truth))} {unit}".rstrip() + ", on the H200" * bool(on)
+            measured = f"{tables.cell(float(truth))} {unit}".rstrip()
+            measured += f", on our {self.card}" * bool(on)
             rows.append((topic, f"{guess:g} {unit}", measured, off))
         self.table(*rows)
         seconds = round(time.perf_counter() - self._opened, 1)
@@ -344,20 +345,26 @@ class Lab:
     # ------------------------------------------------------------------------------- the reference
 
     def reference(self, **tags: Tag) -> Run | None:
-        """Our H200's run of these tags in this lab, or None where there is none."""
+        """Our own run of these tags in this lab, or None where there is none."""
         return self.references().one(**tags)
 
     def references(self, **tags: records.Wanted) -> records.Runs:
-        """Our H200's runs of this lab that have these tags, the newest of each."""
-        return records.read_runs(records.REFERENCE).newest().select(self.number, **tags)
+        """Our own runs of this lab that have these tags, of the machine that ran it last."""
+        return records.reference_runs(self.number).of_newest_host().select(**tags)
+
+    @property
+    def card(self) -> str:
+        """The GPU that our own runs of this lab are of: "H200"."""
+        name = next((run.machine.get("gpu") for run in self.references()), None) or "GPU"
+        return str(name).removeprefix("NVIDIA ").partition(" ")[0]
 
     def verdict(self, *claims: str) -> None:
-        """Show published | H200 | here | verdict for the claim ids. It returns nothing: a notebook
+        """Show published | ours | here | verdict for the claim ids. It returns nothing: a notebook
         would print what its cell ends with."""
         from labutils.results.judges import judge_all
 
         judgements = judge_all(
-            claims, records.read_runs(self.results_dir), records.read_runs(records.REFERENCE)
+            claims, records.read_runs(self.results_dir), records.reference_runs()
         )
         self.show(tables.verdict_table(judgements))
 
@@ -369,8 +376,8 @@ class Lab:
         goes on. What the machine lacks is raised inside as `Unavailable`.
 
         `what` says it in a few words. `tags` are those of the run: the failure is kept as that run.
-        What the same cell printed on our H200 is shown instead, or, where that isn't on record, the
-        numbers of our H200's run; or `instead()` shows something better. Ctrl-C is no failure and
+        What the same cell printed on our GPU is shown instead, or, where that isn't on record, the
+        numbers of our run; or `instead()` shows something better. Ctrl-C is no failure and
         passes through.
         """
         status = ""
@@ -391,7 +398,7 @@ class Lab:
         if instead:
             instead()
         elif printed := recorded.outputs_of(self.number, recorded.source_of_this_cell()):
-            self.show("**On an H200 this cell printed:**")
+            self.show(f"**On our {self.card} this cell printed:**")
             recorded.replay(printed)
         elif tags:
             self.show(_as_markdown(self.reference(**tags), run.label))
@@ -434,7 +441,7 @@ class Lab:
         **tags: records.Wanted,
     ) -> None:
         """Show a text, Markdown in a notebook; or runs as a table with these `columns`, and below
-        it the same of our H200's runs that have these `tags`.
+        it the same of our own runs that have these `tags`.
 
         columns: names of metrics, or "speed-up" (`tables.speed_up`); or metric or tag -> its
         heading; or what makes a DataFrame of runs that went well.
@@ -444,16 +451,18 @@ class Lab:
         runs = what.values() if isinstance(what, Mapping) else what
         if text := tables.as_table(tables.columns_of(runs, columns)):
             self._show(text)
-        if not tags or self._results.path.resolve() == Path(records.REFERENCE).resolve():
+        ours = records.REFERENCE.parents[1].resolve()
+        if not tags or ours in self._results.path.resolve().parents:
             return  # what is kept here may itself be the reference
         theirs = list(self.references(**tags))
         if text := tables.as_table(tables.columns_of(theirs, columns)):
-            card = str(theirs[0].machine.get("gpu", "machine")).removeprefix("NVIDIA ")
             days = sorted({run.at.partition("T")[0] for run in theirs})
             when = " to ".join(dict.fromkeys((days[0], days[-1])))
-            self._show(f"**The same on our {card}**, scale {theirs[0].scale}, {when}:\n\n{text}")
+            self._show(
+                f"**The same on our {self.card}**, scale {theirs[0].scale}, {when}:\n\n{text}"
+            )
         else:
-            self._show("*Nothing of this is on record from our H200 yet, to compare with.*")
+            self._show("*Nothing of this is on record from our GPU yet, to compare with.*")
 
     @staticmethod
     def _show(text: str) -> None:

@@ -28,7 +28,7 @@ def scores_of(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """A row for each topic of each lab: the last prediction, with what was measured after it.
 
     Columns: lab, topic, unit, predicted, measured (NaN where the lab has not ended, or couldn't),
-    `on` ("H200" where it was scored against ours), the `kind` of what was asked, the `factor`
+    `on` (our GPU, where it was scored against ours), the `kind` of what was asked, the `factor`
     predicted / measured (NaN where one isn't above 0), and `off`, the factor by which it is off,
     whichever way: 1 or more. Records that hold no numbers are passed over: files are edited by
     hand, too.

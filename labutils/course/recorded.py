@@ -1,4 +1,4 @@
-"""What a cell printed when its lab was executed on our H200, for machines that can't run it; and
+"""What a cell printed when its lab was executed on our GPU, for machines that can't run it; and
 whether an executed notebook is of the lab as it stands.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def outputs_of(number: str, source: str) -> list[dict[str, Any]]:
     """The recorded outputs of lab `number`'s cell that reads `source`, without errors; [] where no
     recorded cell reads so, as after an edit."""
-    for path in records.REFERENCE.parent.glob(f"{number}_*.ipynb"):
+    for path in records.REFERENCE.parents[1].glob(f"*/{number}_*.ipynb"):
         # As JSON: nbformat would take a second to import, in every lab.
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             if cell["cell_type"] == "code" and _text(cell["source"]).strip() == source.strip():

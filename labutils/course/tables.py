@@ -92,15 +92,15 @@ def speed_up(run: Run, runs: Sequence[Run]) -> str | None:
 
 
 def verdict_table(judgements: Iterable[Judgement]) -> str:
-    """claim | published | H200 | here | verdict, with its reason."""
+    """claim | published | ours | here | verdict, with its reason."""
     rows = []
     for j in judgements:
-        h200 = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
+        ours = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
         verdict = f"**{j.verdict}**" + f": {j.why}" * bool(j.why)
         verdict += f" *{j.claim.note}*" * bool(j.claim.note)
         claim = f"**{j.claim.id}** {j.claim.statement}"
-        rows.append((claim, j.published, h200, j.here or "–", verdict))
-    return as_table(("claim", "published", "H200", "here", "verdict"), *rows)
+        rows.append((claim, j.published, ours, j.here or "–", verdict))
+    return as_table(("claim", "published", "ours", "here", "verdict"), *rows)
 
 
 def cell(value: Any) -> str:

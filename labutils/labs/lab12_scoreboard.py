@@ -58,7 +58,7 @@ def chosen(board: pd.DataFrame, **wanted: str) -> pd.DataFrame:
 
 def tallies(board: pd.DataFrame) -> str:
     """For each kind of claim a table: how many an article has, and how many of them have each of
-    the verdicts that occur, on the H200 and here."""
+    the verdicts that occur, on our GPUs and here."""
     words = []
     for kind in KINDS:
         mine = board[board["kind"] == kind]
@@ -68,7 +68,7 @@ def tallies(board: pd.DataFrame) -> str:
         counts = theirs + " / " + ours
         counts.insert(0, "in all", mine["article"].value_counts())
         table = as_table(counts.rename_axis("claims of").reset_index())
-        words.append(f"**{kind.capitalize()}**: H200 / here\n\n{table}")
+        words.append(f"**{kind.capitalize()}**: ours / here\n\n{table}")
     return "\n\n".join(words)
 
 
@@ -98,7 +98,7 @@ HEADINGS = {
     "id": "claim",
     "statement": "statement",
     "published": "published",
-    "reference": "H200",
+    "reference": "ours",
     "here": "here",
     "off": "off by a factor of",
     "reference_verdict": "verdict there",

@@ -40,6 +40,7 @@ Wanted = Tag | tuple[Tag, ...]
 """A tag that is asked for, or several of which any will do."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 REFERENCE = REPOSITORY / "reference" / "h200" / "results.jsonl"
+"""Our H200's records. Beside its folder, which also has executed notebooks, are other cards'."""
 LANES = ("article", "same work", "same mathematics")
 PACKAGES = (
     *("torch", "transformers", "diffusers", "peft", "accelerate", "datasets", "bitsandbytes"),
@@ -205,6 +206,11 @@ class Runs(Sequence[Run]):
         one that they don't have."""
         return Runs(run for run in self if lab in (None, run.lab) and run.has(**tags))
 
+    def of_newest_host(self) -> Runs:
+        """Those of the host that measured last: no table mixes two machines."""
+        last = max(self, key=lambda run: run.at, default=None)
+        return Runs(run for run in self if last and run.host == last.host)
+
     def newest(self) -> Runs:
         """The newest of each (lab, tags), of whichever host it is."""
         latest: dict[Any, Run] = {}
@@ -357,6 +363,12 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 def read_runs(path: str | Path, lab: str | None = None) -> Runs:
     """The runs of a results.jsonl or of the folder that holds it; of equal tags the newest wins."""
     return runs_of(read_records(path), lab)
+
+
+def reference_runs(lab: str | None = None) -> Runs:
+    """The runs of our own records, of all cards: each is a host of its own."""
+    files = sorted(REFERENCE.parents[1].glob("*/results.jsonl"))
+    return runs_of((record for file in files for record in read_file(file).records), lab)
 
 
 def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> Runs:

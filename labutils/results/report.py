@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from labutils.results import claims as articles
 from labutils.results import judges, records
 from labutils.results.judges import Judgement
-from labutils.results.records import REFERENCE, REPOSITORY, Runs
+from labutils.results.records import REPOSITORY, Runs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +51,7 @@ def main(results: Path | None, as_json: bool) -> int:
     try:
         files = result_files(results)
         records.check_usable([records.read_file(path) for path in files])
-        page = read_page(files, REFERENCE)
+        page = read_page(files)
     except (ValueError, OSError) as error:
         print(f"labutils report: {records.plain(str(error))}", file=sys.stderr)
         return 2
@@ -98,14 +98,14 @@ def files_beside(folder: Path, lab: str) -> list[Path]:
     return [path for path in others if path.parent.resolve() != folder]
 
 
-def read_page(files: Iterable[Path], reference: Path) -> Page:
+def read_page(files: Iterable[Path]) -> Page:
     """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from
     two files.
     """
     readings = [records.read_file(path) for path in files]
     newest = {record["lab"]: reading for reading in readings for record in reading.records}
     kept = [r for reading in readings for r in reading.records if newest[r["lab"]] is reading]
-    here, theirs = records.runs_of(kept), records.read_runs(reference)
+    here, theirs = records.runs_of(kept), records.reference_runs()
     return Page(
         judgements=judges.judge_all(None, here, theirs),
         here=here,

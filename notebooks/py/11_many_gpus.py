@@ -36,7 +36,7 @@
 # | `full` | two GPUs of 80 GB or more | 6 minutes |
 #
 # **Without two GPUs** run it at `tiny`. It shows that two processes compute what one does. It can't show speed: the two share
-# cores and memory. Our two H200s' tables stand below yours, each with its date.
+# cores and memory. Our two H100s' tables stand below yours, with their date.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: tiny without two GPUs
@@ -234,7 +234,7 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %%
 runs: list[Run] = []
-known = shown = lab.references()  # our H200s' record, for pictures where there are no two GPUs
+known = shown = lab.references()  # our H100s' record, for pictures where there are no two GPUs
 with lab.attempt("Training on several ranks", experiment="all-reduce"):
     lab11_distributed.measured(lab, device, count, steps, into=runs)
     known = Runs(runs)
@@ -257,17 +257,16 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# *Predicted* is a bound from below. On our H200s the steps are from 3 to 56 % longer. Bytes can't explain that: all weights of the
-# UNet are 3.4 GB, 14 ms on NVLink, and the backward pass hides nearly all of it.
+# *Predicted* is a bound from below. *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes
+# beyond *one process* is the price of company: ranks share the host, its memory and its power. What DDP takes beyond *predicted
+# from that* is communication.
 #
-# *Each for itself* finds one reason. It is the same step, on every rank at once, with nothing sent. What it takes beyond *one
-# process* is the price of company: ranks share the host, its memory and its power. What DDP takes beyond *predicted from that* is
-# communication: NCCL's kernels use multiprocessors and bandwidth that the computation misses, and a step waits for the slowest rank.
+# On our H100s company costs next to nothing: 147 ms beside 145 for the whole UNet. LoRA's messages cost 1 % as well. The whole
+# UNet's cost 39 ms of 186, and the bound predicted 0.1: 3.4 GB take 15 ms on NVLink, which the backward pass hides.
 #
-# Our H200s' record is older than this test. It has another hint: a step of four micro-batches that sends its gradients after
-# the last one only. A micro-batch without sending takes $(t_\text{four} - t_\text{one}) / 3$. For the small Qwen3 that is
-# $(714 - 181)/3 = 178$ ms beside another rank, and 131 alone: company explains its whole loss. For Qwen3's LoRA it is 369 against
-# 367.
+# Two causes are not in the bound. A step lasts as long as its slower rank. Steps by themselves take 141 to 181 ms; of two such
+# times the longer is 164 ms on average, 8 more than their mean. And NCCL's kernels are on the GPU for two thirds of a traced
+# step. There they take multiprocessors and bandwidth from the computation.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -354,7 +353,7 @@ lab.predict("exposed communication, all weights", my_exposed, "%")
 
 # %% [markdown]
 # **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. FSDP holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H200 is 29.1 GB. What is FSDP's on
+# Adam's two averages. FSDP holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB. What is FSDP's on
 # two?
 
 # %%
@@ -387,10 +386,10 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# A *sync each* step has the micro-batches of a *no_sync* step, and is measured twice: what the two differ by is noise. Our H200s'
-# record has no second row, and its runs were made one after the other. Read no difference below 25 % from it.
+# A *sync each* step has the micro-batches of a *no_sync* step, and is measured twice: what the two differ by is noise. On our
+# H100s they took 706 and 664 ms, and *no_sync* 578.
 #
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H200s 15.9. Of the difference 1.7 GB may be the BF16 copies of
+# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. Of the difference 1.7 GB may be the BF16 copies of
 # all weights that DDP's autocast keeps for the backward pass, and FSDP gathers anew.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. ZeRO, of the DeepSpeed library, divides the same three
@@ -481,7 +480,7 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # %% [markdown]
 # The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o addr`
 # lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` is for InfiniBand that is found and doesn't work. Between GPUs of one host
-# neither changes the last column. `NCCL_ALGO` and `NCCL_PROTO`, which our H200s tried as well, force one algorithm or protocol.
+# neither changes the last column. `NCCL_ALGO` and `NCCL_PROTO` force one algorithm or protocol.
 #
 # The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for NCCL
 # without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep recursion only. In the
@@ -555,8 +554,9 @@ for one, other in zip(network.parameters(), weights_of_rank_0, strict=True):
 print(f"One process went on from step {begun}, to the weights that nothing had happened to.")
 
 # %% [markdown]
-# Code −9 is the kill. The other rank's sum can't be complete: gloo's connection breaks, or `torchrun` ends the rank that waits. With `--max-restarts=1` all ranks would have started again, from the same checkpoint. The course's are
-# written by `labutils/training/checkpoint.py`.
+# Code −9 is the kill. The other rank's sum can't be complete: gloo's connection breaks, or `torchrun` ends the rank that waits.
+# With `--max-restarts=1` all ranks would have started again, from the same checkpoint. The course's are written by
+# `labutils/training/checkpoint.py`.
 #
 # **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on.
 

@@ -24,7 +24,7 @@
 # **After this lab you can**
 # - turn the rounds of two runs into a verdict, noise included;
 # - tell a statement from advice, and a measurement from a model's prediction;
-# - say of a claim what was published, what our H200 measured, and what this machine did;
+# - say of a claim what was published, what our GPUs measured, and what this machine did;
 # - say how far off your predictions are, and in which direction;
 # - choose the next measurement by what it settles.
 #
@@ -59,7 +59,7 @@ from labutils.course import plots, predictions, tables
 from labutils.labs import lab12_scoreboard
 from labutils.results import claims, effects, report
 from labutils.results.judges import NOT_TESTABLE, VERDICTS
-from labutils.results.records import REFERENCE, REPOSITORY
+from labutils.results.records import REPOSITORY
 from labutils.tools import run
 
 plots.use_style()
@@ -76,7 +76,7 @@ titles = {one.number: one.title for one in run.find() if one.number != lab.numbe
 # %%
 place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the checkout
 files = report.result_files(place) if read else report.files_beside(lab.results_dir, lab.number)
-page = report.read_page(files, REFERENCE)
+page = report.read_page(files)
 board = lab12_scoreboard.scoreboard(page.judgements)
 lab.table(lab12_scoreboard.on_record(page.here, page.labs_done, titles))
 print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.files) or "nothing yet")
@@ -134,12 +134,12 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # agrees or disagrees. A *setting* claims no speed: the lab tells what it does. *Inconclusive* means that noise is larger than
 # the effect. *Differs between hosts* means that the same GPU says something else beside another CPU.
 #
-# **Prediction.** Of the statements that our H200 could test, how many percent did it confirm?
+# **Prediction.** Of the statements that our H200 and H100s could test, how many percent do they confirm?
 
 # %%
 my_confirmed: float | None = None  # for example 90
 
-lab.predict("statements confirmed by the H200, of those it could test", my_confirmed, "%")
+lab.predict("statements confirmed by our GPUs, of those they could test", my_confirmed, "%")
 
 # %%
 lab.show(lab12_scoreboard.tallies(board))
@@ -149,7 +149,7 @@ judged = {f"Article {key}": {} for key in claims.articles()}
 for j in page.judgements:
     both = j.reference_verdict, j.verdict
     judged[f"Article {j.claim.article}"][j.claim.id.partition(".")[2]] = both
-plots.verdicts(plt.gca(), judged, sides=("H200", "here"))
+plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
@@ -166,7 +166,7 @@ plt.show()
 lab.table(lab12_scoreboard.farthest_off(board), otherwise="No statement was refuted.")
 
 # %% [markdown]
-# **Question.** On which claims do this machine and the H200 disagree? Ask there what differs: the card, the host, the versions or
+# **Question.** On which claims do this machine and ours disagree? Ask there what differs: the card, the host, the versions or
 # the scale.
 
 # %%
@@ -202,16 +202,14 @@ if not lab.choose(show_claims, choices) and {article, lab_number, verdict} != {"
 # **Question.** What do you misjudge, by how much, and in which direction?
 #
 # How far off you are is a factor: half as much and twice as much are both off by 2. *Lean* is the median of predicted /
-# measured. What this machine couldn't measure is scored against our H200.
+# measured. What this machine couldn't measure is scored against ours.
 
 # %%
 scores = predictions.scores_of(page.records)
 told = scores.dropna(subset="factor")
-there = told["on"] == "H200"
-told = told.assign(topic=told["topic"] + there.map({True: ", H200", False: ""}))
-print(
-    len(scores), "predictions;", len(told), "scored by a factor,", there.sum(), "against our H200"
-)
+there = told["on"] != ""
+told = told.assign(topic=told["topic"] + (", " + told["on"]).where(there, ""))
+print(len(scores), "predictions;", len(told), "scored by a factor,", there.sum(), "against ours")
 if len(told):
     plots.calibration(plt.gca(), told, predictions.NEAR)
     plt.show()
@@ -341,4 +339,4 @@ print(faster_than(4, stock_step, my_step, micro_batches, times=4, tolerance=1e-3
 
 # %%
 confirmed = lab12_scoreboard.confirmed(board)
-lab.done({"statements confirmed by the H200, of those it could test": confirmed})
+lab.done({"statements confirmed by our GPUs, of those they could test": confirmed})

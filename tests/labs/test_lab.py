@@ -39,7 +39,7 @@ def lab():
 @pytest.fixture
 def reference(tmp_path, monkeypatch):
     """A reference of one good run, on two days."""
-    kept = Results(tmp_path / "reference")
+    kept = Results(tmp_path / "reference" / "h200")
     for day, workers in (("2026-01-03", 3), ("2026-01-02", 4)):
         run = Run("03", f"{workers} workers", scale="full", machine={"gpu": "NVIDIA H"}, at=day)
         run.tags = {"experiment": "workers", "workers": workers}
@@ -206,8 +206,8 @@ def test_predictions_are_kept_and_scored(lab, capsys):
     kept = read_records(lab.results_dir)
     assert [r["status"] for r in kept] == [*2 * ["prediction"], *2 * ["score"], "done"]
     scored = {r["topic"]: (r["measured"], r.get("on")) for r in kept if r["status"] == "score"}
-    assert scored == {"best number of workers": (2, None), "step at 3 workers": (50.0, "H200")}
-    assert sorted(scores_of(kept)["on"]) == ["", "H200"]
+    assert scored == {"best number of workers": (2, None), "step at 3 workers": (50.0, lab.card)}
+    assert sorted(scores_of(kept)["on"]) == ["", "H200"] == ["", lab.card]
     said = capsys.readouterr().out
     assert "No prediction of *step at 0 workers*" in said and "2.00x too high" in said
     for value in ("three", True, [3], float("nan"), 10**400):
@@ -238,28 +238,29 @@ def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, stat
     assert "| step_ms | 625 |" in said and "wall_ms" not in said
 
 
-def test_a_cell_that_cannot_run_shows_what_it_printed_on_the_h200(tmp_path, monkeypatch):
+def test_a_cell_that_cannot_run_shows_what_it_printed_on_our_gpu(tmp_path, monkeypatch):
     """In a kernel, as a learner meets it; a cell that was edited since shows nothing recorded."""
     start = (
         "from pathlib import Path\n"
         "from labutils.course.lab import Lab\n"
         "from labutils.recipe import Unavailable\n"
         "from labutils.results import records\n"
-        f"records.REFERENCE = Path({str(tmp_path / 'results.jsonl')!r})\n"
+        f"records.REFERENCE = Path({str(tmp_path / 'h200' / 'results.jsonl')!r})\n"
         "lab = Lab('03', {'scale': 'tiny'}, records.Results(Path('kept')))"
     )
     cell = "with lab.attempt('it'):\n    raise Unavailable('no GPU')"
     printed = nbformat.v4.new_output("stream", text="7 ms\n")
     drawn = nbformat.v4.new_output("display_data", data={"image/png": "iVBORw0KGgo="})
     done = nbformat.v4.new_code_cell(cell, outputs=[printed, drawn])
-    nbformat.write(nbformat.v4.new_notebook(cells=[done]), tmp_path / "03_sweep.ipynb")
+    Results(tmp_path / "h100").append(Run("03", "it", machine={"gpu": "NVIDIA H100 80GB HBM3"}))
+    nbformat.write(nbformat.v4.new_notebook(cells=[done]), tmp_path / "h100" / "03_sweep.ipynb")
     cells = [nbformat.v4.new_code_cell(code) for code in (start, cell, cell + "  # edited")]
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     ran = NotebookClient(nbformat.v4.new_notebook(cells=cells), kernel_name="python3").execute()
     outputs = [[o.get("text") or dict(o["data"]) for o in c.outputs] for c in ran.cells[1:]]
     assert outputs[0][-2:] == ["7 ms\n", {"image/png": "iVBORw0KGgo="}]
-    assert "On an H200 this cell printed" in str(outputs[0])
+    assert "On our H100 this cell printed" in str(outputs[0])
     assert "7 ms" not in str(outputs[1]) and "not on this machine" in str(outputs[1])
 
 

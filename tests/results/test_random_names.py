@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 from labutils.labs import lab09_toggles, lab11_distributed
-from labutils.results import report
+from labutils.results import records, report
 from labutils.results.records import REFERENCE, read_records
 
 TABLES = {
@@ -19,20 +19,22 @@ TABLES = {
 def renamed(folder: Path, seed: int) -> Path:
     """A copy of the H200's records in which every run has a random name."""
     words = random.Random(seed)
-    records = read_records(REFERENCE)
-    for record in records:
+    lines = read_records(REFERENCE)
+    for record in lines:
         if "run" in record:
             record["run"] = f"{words.getrandbits(64):x}"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     file = folder / "results.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    file.write_text("".join(json.dumps(record) + "\n" for record in lines))
     return file
 
 
-def test_report_and_tables_say_the_same(tmp_path, capsys):
-    files, said = (REFERENCE, renamed(tmp_path / "h200", seed=18)), []
-    for file in files:
-        page = report.read_page([file], file)
+def test_report_and_tables_say_the_same(tmp_path, capsys, monkeypatch):
+    said = []
+    for seed in (18, 19):
+        file = renamed(tmp_path / str(seed) / "h200", seed)
+        monkeypatch.setattr(records, "REFERENCE", file)
+        page = report.read_page([file])
         data = report.as_data(page)
         assert data.pop("results") == [str(file)]
         report.show(page)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from labutils.results import claims, report
+from labutils.results import claims, records, report
 from labutils.results.judges import NOT_TESTABLE, VERDICTS
 from labutils.results.records import REFERENCE, Results, Run
 
@@ -21,7 +21,7 @@ CLAIMS = claims.load_claims()
 def no_other_results(tmp_path, monkeypatch):
     """Neither the checkout's own results nor its reference."""
     monkeypatch.setattr(report, "REPOSITORY", tmp_path / "checkout")
-    monkeypatch.setattr(report, "REFERENCE", tmp_path / "reference" / "results.jsonl")
+    monkeypatch.setattr(records, "REFERENCE", tmp_path / "reference" / "h200" / "results.jsonl")
     monkeypatch.delenv("LABUTILS_RESULTS", raising=False)
 
 
@@ -110,7 +110,7 @@ def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, 
     new = write(tmp_path / "results" / "new", three)
     os.utime(old / "results.jsonl", (1, 1))
     os.utime(new / "results.jsonl", (2, 2))
-    page = report.read_page(report.result_files(None), REFERENCE)
+    page = report.read_page(report.result_files(None))
     assert [(run.lab, run.tags.get("workers")) for run in page.here] == [("04", None), ("03", 3)]
     assert page.files == [old / "results.jsonl", new / "results.jsonl"]
 

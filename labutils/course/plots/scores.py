@@ -26,7 +26,7 @@ MOST_OFF = 30.0
 def verdicts(ax: Axes, judged: Mapping[str, Mapping[str, Pair]], sides: Pair) -> Axes:
     """All verdicts on less than a page: article by article, a line a claim, with one mark a side.
 
-    judged: article -> claim's name -> its verdict on each of the `sides` ("H200", "here"). The
+    judged: article -> claim's name -> its verdict on each of the `sides` ("ours", "here"). The
     figure gets the size of a page.
     """
     lines = [line for key, claims in judged.items() for line in ((key, None), *claims.items())]
