@@ -5,9 +5,10 @@ exercise of a lab, in order.
 from __future__ import annotations
 
 import copy
+import re
 
 from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell
+from nbformat.v4 import new_code_cell, new_output
 
 from labutils.results.records import REPOSITORY
 
@@ -25,9 +26,9 @@ def solutions_of(number: str) -> list[str]:
 
 
 def with_solutions(notebook: NotebookNode, number: str) -> NotebookNode:
-    """`notebook` with each solution as a cell behind its exercise, tagged "solution"; as it is
-    where it has such cells already. Raises `ValueError` where exercises and solutions don't match.
-    """
+    """`notebook` with each solution as a cell behind its exercise, tagged "solution", and the value
+    that it gives; as it is where it has such cells already. Raises `ValueError` where exercises and
+    solutions don't match."""
     tags = [cell.metadata.get("tags", []) for cell in notebook.cells]
     solutions = solutions_of(number)
     if not solutions or any("solution" in each for each in tags):
@@ -38,6 +39,22 @@ def with_solutions(notebook: NotebookNode, number: str) -> NotebookNode:
     for cell, each in zip(notebook.cells, tags, strict=True):
         cells.append(cell)
         if "exercise" in each:
-            cells.append(new_code_cell(next(left), metadata={"tags": ["solution"]}))
+            code = next(left)
+            shared = {"outputs": _value_of(code), "metadata": {"tags": ["solution"]}}
+            cells.append(new_code_cell(code, **shared))
     solved.cells = cells
     return solved
+
+
+def _value_of(code: str) -> list[NotebookNode]:
+    """What the exercise's check holds to be right, and why; none where it measures the code."""
+    from labutils.course.exercises import answers
+
+    found = re.search(r'check\("(\d\d\.\d)"', code)
+    if not found:
+        return []
+    known = answers()[found[1]]
+    values = known.get("set") or known["right"]
+    values = values if isinstance(values, list) else [values]
+    told = ", ".join(f"{v:,.5g}" if isinstance(v, float) else str(v) for v in values)
+    return [new_output("stream", name="stdout", text=f"Right: {told}. {known['why']}\n")]

@@ -20,8 +20,8 @@
 #
 # Article A2 trains LLaVA-NeXT, which reads images and text. The article tries what helps language models: FP8, `torch.compile`,
 # QLoRA. Each gains less than the authors hoped. Then it forces all images to one size, and a step takes half the time. Its
-# explanation is *AnyRes*: images of other shapes become other numbers of tokens, and the compiler starts over. But small
-# squares are also fewer tokens. You take the two causes apart. Then you train fast on images of any shape.
+# explanation is *AnyRes*: images of different shapes become different numbers of tokens, and the compiler starts over. But a
+# small square also has fewer tokens. You take the two causes apart. Then you train fast on images of any shape.
 #
 # **After this lab you can**
 # - count an image's tokens, and write a collator for a multimodal model;
@@ -165,8 +165,7 @@ lab.verdict("A2.anyres.tokens", "A2.fixed.no-anyres")
 # The smallest grid has two tiles, so no image is a single tile. One of 336 × 336 is shown once as it is, and once in the middle
 # of two tiles.
 #
-# **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image the cheapest that AnyRes knows: 1,176 tokens, not
-# 2,928.
+# **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image small: 1,176 tokens instead of 2,928.
 
 # %% [markdown]
 # ## 2 · What a batch holds
@@ -226,8 +225,8 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # The tiles are padded, too: to as many as the image with the most has. Cutting tiles takes time on the host: 45 of the 480 ms of
 # the H200's step, which is why the ladder of section 6 begins with workers.
 #
-# **Takeaway.** Count useful tokens, but don't stop there. A small square has fewer tokens by throwing pixels away: count images,
-# too.
+# **Takeaway.** Report useful tokens a second and images a second together. A small square raises the second number by throwing
+# pixels away.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -237,10 +236,10 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # *fp8-te* is the article's FP8, Transformer Engine's, in the frozen layers. *compile* compiles the blocks one by one, *fixed*
 # does so on small squares. *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and
 # *fixed* with FP8. A CPU compiles nothing, and has *eager-fixed* instead. All compute their blocks again in the backward pass.
-# The article doesn't say so, but 16 GB hold its 15 GB of weights in no other way.
+# The article doesn't mention that. But it reports 16 GB, and weights take 15 of them: no other way fits.
 #
-# **Technique.** A line for memory: weights once, and something for each example. QLoRA saves weights. But PEFT's preparation turns
-# norms and embeddings into float32, so what flows from block to block has four bytes instead of two.
+# **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA saves weights. But PEFT's
+# preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes instead of two.
 
 # %%
 WIDTH, LAYERS, KEYS, INNER, WORDS = 4096, 32, 1024, 14336, 32064  # Mistral 7B's
@@ -284,10 +283,10 @@ lab.show(runs.select(**some), lab06_anyres.side_by_side, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# MFU is the share of the dense peak of what multiplies: FP8's for FP8. Examples are images. On our H200 the host sets the pace at
-# batch 1, and FP8 loses, as it launches more kernels. At batch 4 it wins. *fixed* makes more images a second, and fewer useful
-# tokens: its images hold less. The lines of memory cross earlier than the formula says. It leaves out the block that is computed
-# again, which has float32 inside, too.
+# MFU is the share of the dense peak, FP8's where products are in FP8. Examples are images. FP8 launches more kernels. On our H200
+# it loses at batch 1 and wins at batch 4: four times the work took it 3.2 times as long, and BF16 4.7 times. *fixed* trains on
+# more images a second, but on fewer useful tokens: its images hold less. The lines of memory cross earlier than the formula says.
+# The formula leaves out the block that is computed again, which has float32 inside, too.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -343,8 +342,8 @@ plt.show()
 
 # %% [markdown]
 # Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default the second length is
-# compiled anew, and its code then takes any. The third step, which brings it, is nearly all compiler, and here only Dynamo is at
-# work. Inductor behind it takes seconds. After 8 versions of a function PyTorch gives up.
+# compiled anew, and its code then takes any length. The third step brings that length, and is nearly all compiler. Here only
+# Dynamo is at work. Inductor, which comes behind it, takes seconds. After 8 versions of a function PyTorch runs it uncompiled.
 #
 # So why would a model recompile again and again? Its code asks the device for sizes. To put image tokens into their places, the
 # published model counts them on the device. A collator can say beforehand which image token belongs where.
@@ -389,7 +388,7 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# The front end alone, on the smallest model: the counts are the same on every machine.
+# Dynamo alone counts, on the smallest model, so the counts are the same on every machine.
 
 # %%
 small = {
@@ -409,8 +408,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
 # On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes
-# can't have kept the compiler from gaining more there. On varied images the published model goes on recompiling. With places
-# from the collator and compiled blocks that ends after two steps.
+# did not make the article's compiler start over. On varied images the published model goes on recompiling. With places from the
+# collator and compiled blocks that ends after two steps.
 #
 # **Takeaway.** Most recompilations come from code that asks for sizes. Change that code, and images may have any shape.
 
@@ -419,8 +418,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 #
 # **Question.** The article's step got 47 to 53 % shorter. Which part is due to constant shapes?
 #
-# **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. And small squares are less to
-# compute. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a
+# **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. Small squares need less
+# computing. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a
 # layer, channel and pair of tokens, half of which is masked.
 
 
@@ -476,12 +475,13 @@ def sums(found):
 lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="methods")))
 
 # %% [markdown]
-# Compiling and fewer FLOPs explain 40 to 46 % of the article's 47 to 53. Seven points are left over. Constant shapes can
-# explain no more than these. A negative rest points to a host that sets the pace: there less work saves less time.
+# The article's step got 47 to 53 % shorter. Compiling and fewer FLOPs give 40 to 46 of these points. Seven points are left, and
+# constant shapes can explain no more than these. A negative rest points to a host that sets the pace: there less work saves less
+# time.
 #
-# For that rest there is an experiment of one change: images of varied shapes, compiled blocks, and rows either as long as they come
-# (*blocks compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. `any_shape` measures
-# them together with section 6's ladder. At `tiny` it compiles nothing.
+# One more experiment tests constant shapes alone. Images have varied shapes, and blocks are compiled. Rows are either as long as
+# they come (*blocks compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. `any_shape`
+# measures them together with section 6's ladder. At `tiny` it compiles nothing.
 
 # %%
 uniform.release_weights()
@@ -517,7 +517,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     )
 
 # %% [markdown]
-# **Takeaway.** When two changes come together, compute what each must give. Then make a run with only one of them.
+# **Takeaway.** If two changes were made at once, compute what each must give. Then make a run with only one of them.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -552,8 +552,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # %% [markdown]
 # On a GPU nobody forms the mask. `torch.nn.attention.varlen.varlen_attn` takes the boundaries and skips what is masked.
 #
-# Second, no logits: long rows have one number for each token and each of 32,064 words. Compute the loss in chunks, and compute
-# each chunk again in the backward pass.
+# Second, never all logits at once: they are one number for each token and each of 32,064 words. Compute the loss in chunks, and
+# compute each chunk again in the backward pass.
 
 
 # %%
@@ -586,7 +586,7 @@ for loss in losses.values():
 # the training; places from the collator and no question to the GPU; compiled blocks; packed rows with a chunked loss; logits at
 # the answers only; the frozen tower's features computed once; FP8 weights.
 #
-# **Your prediction:** how many times as many useful tokens a second as the plain loop does the last rung train on?
+# **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
 # %%
 my_gain: float | None = None  # for example 2
@@ -612,8 +612,8 @@ lab.verdict("A2.left.dynamic")
 # Images a second grow as useful tokens do: no pixel was given up. A packed step holds several examples, so its gradient is that
 # of a larger batch. Section 8 asks what FP8's rounding does to the loss.
 #
-# **Takeaway.** No image had to change its shape. On our H200 the gain comes from tiles cut beside the training, a host that asks
-# nothing, compiled blocks, full rows and FP8 products.
+# **Takeaway.** No image had to change its shape. On our H200 the gain comes from tiles cut beside the training, a loop that asks
+# the GPU nothing, compiled blocks, full rows and FP8 products.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -741,8 +741,8 @@ def stepper(model, around=contextlib.nullcontext, dropping=False):
 
 
 # %% [markdown]
-# **Your prediction:** the tensor cores of Hopper want the weight transposed for the backward pass. How many bytes a parameter does
-# Transformer Engine hold after some steps?
+# **Your prediction:** Hopper's FP8 products take operands in one layout only, so the backward pass needs the weight transposed. How
+# many bytes a parameter does Transformer Engine hold after some steps?
 
 # %%
 my_bytes: float | None = None  # for example 1
@@ -787,9 +787,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# On a CPU *BF16* is float32, and FP8 is emulated. *After* shows what a library holds beyond the weights that it was given. Made with
-# gradients switched on, a layer has both layouts from the start. *transposes dropped* lets go of the second one after each step.
-# All rows are eager; compiled, the frozen layer is faster than BF16, as the ladder shows.
+# On a CPU *BF16* is float32, and FP8 is emulated. *After* shows what a library holds beyond the weights that it was given. A layer
+# that is built with gradients switched on has both layouts from the start. *transposes dropped* frees the second one after each
+# step. No row is compiled. Compiled, the frozen layer is faster than BF16: see section 6's ladder.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -864,8 +864,8 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# One sign on every seed is an effect, both signs are chance. Compare *loss drop*: 4-bit weights are another model, which starts
-# elsewhere. With random weights the article's losses can't be judged.
+# If both signs appear, the seeds decide. One sign on all three seeds is a hint: chance alone gives it in one case of four. Compare
+# *loss drop*: 4-bit weights are another model, which starts elsewhere. With random weights the article's losses can't be judged.
 #
 # **Takeaway.** One run against another can't tell an effect from a seed.
 
@@ -875,8 +875,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes. Does
 # that follow from its own numbers?
 #
-# **Technique.** A method's total time is a line over steps: its first step, and then so much each. The lowest line wins. The
-# line that it meets first is the first to overtake it.
+# **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one. The
+# lowest line wins. It wins until it crosses the next line.
 
 
 # %%
@@ -903,7 +903,7 @@ for steps, before, after in article_says:
     print(f"{steps:5,.0f} steps: {before} gives way to {after}")
 
 # %% [markdown]
-# The article prints its step times as a figure. They are worked out from its break-even counts (`lab06_advisor.py`).
+# The article shows its step times only in a figure. Here they are computed from its break-even counts (`lab06_advisor.py`).
 #
 # **Your prediction:** by the article's own numbers fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and
 # 0.579. From which step on is the one without FP8 ahead?
@@ -938,10 +938,10 @@ def drawn(options, title):
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# FP8 with fixed shapes has caught up with *BF16* after 135 steps, and fixed shapes alone after 220. But BF16 isn't the method to
-# beat. FP8 alone is ahead until about 150 steps, then FP8 with fixed shapes, until about 770.
+# FP8 with fixed shapes has caught up with *BF16* after 135 steps, and fixed shapes alone after 220. But BF16 isn't the fastest
+# then. FP8 alone is ahead until about 150 steps, then FP8 with fixed shapes, until about 770.
 #
-# Now your own choice. A CPU asks the H200's runs.
+# Now your own choice. On a CPU the cell uses the H200's runs.
 
 # %%
 my_vram_gb, my_batch, my_steps = 24, 1, 2000

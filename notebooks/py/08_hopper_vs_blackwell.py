@@ -110,7 +110,7 @@ if not on_gpu:
 #
 # **Technique.** If two of every four weights are zero, tensor cores skip the zeros. Vendors print that rate, *with sparsity*.
 # Training has no such zeros: its peak is the dense one, half of it. For FP64 and INT32 count the lanes: a multiprocessor of
-# the H100 has 64 and 64 of them beside 128 for FP32, the Blackwell card's 2 and 128.
+# the H100 has 64 for each beside 128 for FP32. The Blackwell card's has 2 and 128.
 #
 # **Your prediction:** what is the H100's dense BF16 peak?
 
@@ -166,7 +166,7 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 # - Where the host reads a result, it *waits*: its clock jumps to the GPU's.
 #
 # That is the *replay*. If all $n$ launches are alike, with kernels of $K$ in all and $w$ waits evenly spread, it has a short form.
-# At each wait one side stands still for one launch:
+# At each wait the slower side stands still, while the other does one kernel or one launch:
 #
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
@@ -277,9 +277,10 @@ for name, call in calls.items():
 
 # %% [markdown]
 # The $c$ of a training step comes from a *light step*: the same layers and experts on few tokens, with an eighth of the width.
-# The host does the same work for it, and the kernels next to none. $c$ is what makes its replay last as long as it does.
+# The host does the same work for it, and the kernels next to none. $c$ is the value at which the light step's replay lasts as
+# long as the light step.
 #
-# **Your prediction:** how long does the host take for a launch in gpt-oss's training loop?
+# **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
 # %%
 my_host: float | None = None  # for example 5
@@ -287,7 +288,7 @@ my_host: float | None = None  # for example 5
 lab.predict("host's time for a launch in the experts' loop (on a thin model)", my_host, "us")
 
 # %% [markdown]
-# **Takeaway.** The bare call is the smallest part of a launch. Python, autograd and adapters take the rest.
+# **Takeaway.** The bare call is a small part of a launch. Python, autograd and adapters take the rest.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -347,11 +348,11 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
 
 # %% [markdown]
 # **Measurement.** The course's loop does the same with Qwen3 (*dense*) and gpt-oss (*moe*), on four texts a step: *long* ones
-# of 861 tokens, *short* ones of 117. The light step is timed right before and right after the step that it predicts. Half of
-# what the two readings differ by is the *error bar*. Read `study` in `labutils/labs/lab08_launch_bound.py`.
+# of 861 tokens, *short* ones of 117. The light step is timed right before and right after the step that it predicts. Half the
+# difference of the two readings is the *error bar*. Read `study` in `labutils/labs/lab08_launch_bound.py`.
 #
-# gpt-oss sends each token to a few of many MLPs, its *experts*. The library takes one expert after the other, and asks the GPU
-# each time which tokens are its own.
+# gpt-oss sends each token to a few of many MLPs, its *experts*. The library takes one expert after the other. For each it asks
+# the GPU which tokens belong to it.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -401,15 +402,16 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # Where *kernels* decide, the prediction is hardly more than their sum. That is the easy case. Where the *host* decides, the
 # prediction comes from another step. That is the hard case. On a CPU both add up.
 #
-# The error bar holds how far the host moved between two readings. A host that moves in between, gaps of a microsecond between
-# kernels, and a CPU's profiler come on top. Beside a steady host trust the replay to about a fifth, not to its bar.
+# The error bar covers only how far the host's speed moved between the two readings. Gaps of a microsecond between kernels, and a
+# host that is slow for a moment in between, come on top. So trust the replay as far as the line under the table says, and not
+# as far as its bar.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
 # %% [markdown]
 # ## 5 · Fewer launches
 #
-# **Question.** How can all experts be computed without one launch after the other, and without a wait?
+# **Question.** How can a few launches compute all experts, without a wait?
 #
 # **Technique.** Sort the tokens by expert. Each expert's tokens lie side by side then, and one *grouped* product multiplies
 # every stretch with its own matrix. The host need not know how long they are.
@@ -451,7 +453,7 @@ for way in (expert_loop, grouped):
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel as
 # well; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters and a loss
-# that never forms all logits. Section 4 has timed the loop *again* in the end: that difference is noise.
+# that never forms all logits. Section 4 timed the loop a second time at its end, *again*: that difference is noise.
 
 # %%
 for way in ("grouped", "captured", "compiled"):
@@ -515,11 +517,11 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# **Measurement.** Section 4 has timed its steps beside slower hosts as well. The light step beside the same slower host tells its $c$,
-# delay and detour together. The x axis is what $c$ grew by.
+# **Measurement.** Section 4 has timed its steps beside slower hosts as well. A light step beside the same slower host gives $c$,
+# with delay and detour in it. The x axis is the growth of $c$.
 #
 # **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an RTX PRO
-# 6000 Blackwell Max-Q whose host nobody slowed down?
+# 6000 Blackwell Max-Q with the host as it is?
 
 # %%
 my_flip: float | None = None  # for example 10
@@ -563,7 +565,7 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The curves are predicted without the points, and the last column says how far they miss. Where kernels hide the launches, a
+# The curves are not fitted to the points. The last column says how far they miss. Where kernels hide the launches, a
 # curve is flat at first. Left of its crossing with a level this card wins. Right of it, with the very same kernels, it
 # loses. That is one way to the article's result.
 #
@@ -623,7 +625,7 @@ lab.table(pd.DataFrame(worth))
 # **Question.** What does the model say of Qwen3-32B and gpt-oss-120b on the two cards?
 #
 # **Technique.** A token costs 4 FLOPs for each parameter that it meets: 2 forward, 2 for the gradient of the input. Frozen
-# weights have none. Checkpointed blocks cost half as much again. On the *meta device* a model of any size takes no memory.
+# weights need no gradient. Checkpointed blocks cost half as much again. On the *meta device* a model of any size takes no memory.
 
 
 # %%
@@ -667,9 +669,9 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
         print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour.{ruled_out}")
 
 # %% [markdown]
-# It leaves no time for that, even at the dense peak. Large products reach four fifths of the peak (lab 00). So its batches were
-# shorter. Their length lies somewhere between. Everything below stands under both readings, *padded* and *at the mean length*.
-# Where they differ, the length decides, and the model doesn't.
+# No, even at the dense peak, and large products reach four fifths of it (lab 00). Checkpointing is in this count: without it 32
+# texts don't fit the card (section 9). So the batches were shorter, between the mean and the longest. Everything below is
+# computed for both, *padded* and *at the mean length*. Where they disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -767,13 +769,13 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
 # Beside the same host and with the same batch the faster card ties at worst. In the article two things differed. **The batch:**
-# where the host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / 2n$. **The
+# where the host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / (2n)$. **The
 # host:** the article says only that the H100's launched too slowly.
 #
 # The article also says *about 5,000 examples an hour* of gpt-oss-120b. Its own table has 7,300.
 #
-# **The test.** A count hangs on how near to the peak kernels get, and unsloth's are not this loop's. A ratio is safer. Lab 07
-# trains Qwen3-32B on an H200. How far off is this section's model there?
+# **The test.** An examples-an-hour count depends on the share of the peak that kernels reach, and unsloth's kernels are others.
+# A ratio of two cards depends less on it. Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
 
 # %%
 recorded = [*records.read_runs(records.REFERENCE), *records.read_runs(lab.results_dir)]
@@ -863,8 +865,8 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # Whether batch 4 fits depends on checkpointing, which the article doesn't mention. Without it, its own batch of 2 would not
-# fit either. 32 texts of gpt-oss-120b fit the H100 by this lower bound. Room to unpack experts, or attention that is no
-# single kernel, would explain the article's 16.
+# fit either. By this lower bound 32 texts of gpt-oss-120b fit the H100, and the article trained on 16. Room to unpack experts, or
+# attention that is no single kernel, may take the difference.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -880,8 +882,8 @@ lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT looks for modules. The matrices of a layer's experts are two parameters, and no modules. Nothing says that three of seven
-# names were not found. Print what was adapted before you train.
+# PEFT looks for modules. The matrices of a layer's experts are two parameters, and no modules. PEFT doesn't say that three of
+# seven names were not found. Print what was adapted before you train.
 #
 # **Takeaway.** Multiply before you pass a figure on. Ask under which batch, length and checkpointing memory was measured.
 

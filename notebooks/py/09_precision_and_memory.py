@@ -90,7 +90,7 @@ if device == "cpu":
 # changes one thing of one of these two.
 #
 # *cudnn.benchmark* also permits TF32, which FP16 convolutions ignore. PyTorch caches one algorithm per shape and TF32
-# setting, and with base's setting this row would only reuse base's choice.
+# setting. With base's setting this row would only reuse base's choice.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
@@ -112,7 +112,7 @@ flips = Runs(runs.values()).select(experiment="toggles")
 # **Question.** FP16 halves the bytes and uses tensor cores. What does it do to the gradient?
 #
 # **Technique.** `autocast` runs products and convolutions in 16 bits, and keeps norms and long sums in float32. FP16's
-# smallest number is 6e-8, and a smaller gradient becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by a large
+# smallest number is 6e-8, and a gradient below half of it becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by a large
 # factor before the backward pass, and divides the gradients by it before the update. If one has overflowed, it skips the
 # update and halves the factor. This is article A4's loop in today's spelling.
 
@@ -164,7 +164,7 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 # %% [markdown]
 # Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down, which partly averages out.
 # *Underflow* loses small numbers, always towards 0. In this network it hits the gradients of activations. Those of weights are
-# sums of what is left: off by a fifth, and hardly ever 0. BF16 has float32's range and needs no scaler, but it stores 7 bits of
+# sums of what is left: hardly ever 0, but off by a fifth. BF16 has float32's range and needs no scaler, but it stores 7 bits of
 # mantissa where FP16 stores 10.
 #
 # **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
@@ -367,11 +367,11 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # most of the step is the host launching kernels, as many for one example as for eight. On such a loop checkpointing is paid in
 # launches: every recomputed kernel has to be launched again. Accumulation launches everything eight times.
 #
-# *Selective* checkpointing computes less a second time, since it keeps the results of products. It was slower all the same.
-# PyTorch asks a Python function about each operation whether to keep its result, in both passes. That is more work for the
-# host. Trace it as in lab 02 to test this reading.
+# *Selective* checkpointing keeps the results of products, so it computes less a second time. It was slower all the same. The
+# likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its result. A
+# trace as in lab 02 tests that.
 #
-# **Takeaway.** Checkpointing and accumulation save the same activations. Take checkpointing where the host sets the pace.
+# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, checkpointing costs less.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -415,8 +415,8 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
 # First look at *base again*, then at the intervals. An interval around 0 says that the switch matters less than the noise. A
-# table without that row can't tell: in our H200's of 23 November fused and 8-bit AdamW read −34 and −30 %, although they update
-# a thousandth of the weights.
+# table without that row can't tell. One of ours gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a
+# thousandth of the weights.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them, and no
 # time: on the H200 one update of 193 million weights took 1.57 ms fused and 5.72 ms in 8 bits.

@@ -18,9 +18,9 @@
 # %% [markdown]
 # # Lab 10 · Feed and diagnose
 #
-# Article A4 also advises on what feeds a training: storage, decoding, caches, threads. And it says to look before you
-# change. You time what a file costs, feed the loop from several formats, and say by a formula when the format matters. Then you
-# diagnose a script of your own, and test what the diagnosis promised.
+# Article A4 also advises on what feeds a training: storage, decoding, caches, threads. It says to profile before you change
+# anything. You time what a file costs, feed the loop from several formats, and say by a formula when the format matters. Then
+# you diagnose a script, and test what the diagnosis promised.
 #
 # **After this lab you can**
 # - time reading and decoding apart, and choose a format;
@@ -135,8 +135,8 @@ lab.predict("PNG against JPEG, one core", my_formats, "x")
 decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.items()])
 
 # %% [markdown]
-# A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. No GPU
-# decodes PNG, the format of article A1's dataset. The course installs neither library. Where they are installed, these cells
+# A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. Neither
+# decodes PNG on the GPU, the format of article A1's dataset. The course installs neither library. Where they are installed, these cells
 # run.
 
 # %%
@@ -180,7 +180,7 @@ lab.verdict("A4.data.gpu-decoding")
 # **Question.** How much of that time would a faster disk save? And how do you keep pictures so that nothing is decoded?
 #
 # **Technique.** A file that was read once stays in the *page cache*, memory of the operating system. `posix_fadvise` asks it to
-# forget. What is left between a forgotten file and a cached one is all that a faster disk can save.
+# forget. The difference between a forgotten file and a cached one is all that a faster disk can save.
 
 
 # %%
@@ -367,7 +367,7 @@ lab.verdict("A4.environment.threads")
 # On the H200's host eight processes resized 72 images a second with 16 threads each, and 471 with one each: 6.5 times as many.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
-# `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process starts, so each value has a process of its own.
+# `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
 
 # %%
 with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
@@ -394,7 +394,7 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
-# **Takeaway.** One process for each core: one thread each. Unset `CUDA_LAUNCH_BLOCKING` before you measure anything.
+# **Takeaway.** With a process for each core, give each one thread. Unset `CUDA_LAUNCH_BLOCKING` before you measure anything.
 
 # %% [markdown]
 # ## 5 · Diagnose a script
@@ -451,8 +451,8 @@ diagnosis = diagnose(watched.evidence)
 print(report.text(diagnosis))
 
 # %% [markdown]
-# **Your prediction:** now the proposed number of workers reads. By how many percent is the script's step really shorter? The
-# diagnosis has told you its own prediction.
+# **Your prediction:** now the script gets the number of workers that the diagnosis proposes. By how many percent does its step
+# really become shorter? The diagnosis has told you its own prediction.
 
 # %%
 my_script: float | None = None  # for example 40
@@ -499,7 +499,7 @@ lab.table(ablations.fix_table(there))
 # *Measured* is the median of the rounds, with the least and the most. For *padding* the unit is time per useful token, since
 # the step itself changes size. A negative gain is a loss. Gains don't add up: what one fix has saved, the next can't save
 # again. Article A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and
-# `iostat`. They are programs of their own. They tell where time goes, and not what a change would save.
+# `iostat`. They tell where time goes, and not what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

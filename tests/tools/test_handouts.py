@@ -82,6 +82,9 @@ def test_the_instructors_edition_has_the_solutions_that_learners_do_not_see(made
     answer = solutions.solutions_of("01")[0].splitlines()[1]
     found = [answer in words_of(made / it / f"{LABS[1]}.ipynb") for it in editions.EDITIONS]
     assert found == [False, False, True]
+    value = "Right: 15335424. That is 0.19 % of the model."
+    found = [value in words_of(made / it / f"{LABS[1]}.pdf") for it in editions.EDITIONS]
+    assert found == [False, False, True]
     one = new_notebook(cells=[new_code_cell("x = None", metadata={"tags": ["exercise"]})])
     with pytest.raises(ValueError, match="not as many exercises"):
         solutions.with_solutions(one, "01")
