@@ -152,7 +152,7 @@ def test_one_rounds_steps_are_paired_by_their_batches():
     changed = run_of([0.09 * n * (1 + 0.003 * draws.normal()) for n in tokens], [0] * 40, tokens)
     compared = effect(base, changed, (base, base))
     assert compared.value == pytest.approx(0.9, abs=0.005) and compared.direction == -1
-    assert not compared.again
+    assert compared.noise == (1, 1)  # as large as that of the base again on the same batches
 
 
 @pytest.mark.parametrize("of_the_base", [True, False])
