@@ -177,24 +177,8 @@ def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time(
 
 def test_a_busy_machine_says_nothing_of_time_after_one_round_or_by_hand():
     """Lab 03's records at tiny on two cores, with two busy processes beside it."""
-    swept = {
-        0: ([388, 311, 327], [641, 545, 555]),
-        "again": ([496, 340, 343], [810, 629, 574]),
-        3: ([26, 40, 50], [680, 888, 777]),
-    }
-    runs = []
-    for workers, (data, step) in swept.items():
-        tags = {"experiment": "workers", "workers": 0, "again": True}
-        tags = tags if workers == "again" else {"experiment": "workers", "workers": workers}
-        samples = {"data_ms": data, "step_ms": step, "round": [0, 0, 0]}
-        runs.append(Run("03", "", tags=tags, samples=samples, comparison="sweep"))
-    by_hand = {"started anew": [297, 372, 354, 349], "persistent": [237, 225, 240, 240]}
-    for workers, start in by_hand.items():
-        tags = {"experiment": "epoch start", "workers": workers}
-        runs.append(Run("03", "", tags=tags, samples={"start_ms": start}))
-    for run in runs:
-        run.metrics = {name: summarise(ms) for name, ms in run.samples.items()}
-    for found in judges.judge_all(["A1.workers.data-time", "A4.pytorch.persistent"], Runs(runs)):
+    runs = read_runs(Path(__file__).with_name("busy_lab03.jsonl"))
+    for found in judges.judge_all(["A1.workers.data-time", "A4.pytorch.persistent"], runs):
         assert found.verdict == INCONCLUSIVE and "nsteady" in found.why
 
 
