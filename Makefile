@@ -40,11 +40,13 @@ help:
 
 install: venv $(STAMP)
 
-# A sound environment stays, one that `make` itself left broken is made anew, and nothing else is touched.
+# A sound environment stays, one that `make` itself left broken is made anew, and nothing else is touched. Once its
+# folder is renamed or copied, the commands in it still name the old place: there they find another Python or none.
 venv:
-	@if [ -e $(VENV) ] && $(BIN)/python -m pip --version > /dev/null 2>&1; then exit 0; fi; \
+	@where() { "$$@" --version 2>/dev/null | sed 's/.* from \(.*\) (.*/\1/'; }; \
+	if [ "$$(where $(BIN)/pip)" -ef "$$(where $(BIN)/python -m pip)" ]; then exit 0; fi; \
 	if [ -e $(VENV) ] && [ ! -e $(OURS) ] && [ ! -e $(STAMP) ]; then \
-	  echo "$(VENV) is no Python environment with pip, and make did not make it. Choose another: make VENV=..." >&2; \
+	  echo "$(VENV) is no Python environment with a pip of its own, and make did not make it. Choose another: make VENV=..." >&2; \
 	  exit 2; fi; \
 	command -v $(PYTHON) > /dev/null || { \
 	  echo "There is no $(PYTHON) here. The course needs Python 3.11 or 3.12: make PYTHON=/path/to/python3.12 ..." >&2; \
@@ -52,7 +54,7 @@ venv:
 	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
 	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1). The course needs Python 3.11 or 3.12: make PYTHON=python3.12 ..." >&2; \
 	  exit 2; }; \
-	if [ -e $(VENV) ]; then echo "$(VENV) is broken, as an interrupted installation leaves it: it is made anew."; \
+	if [ -e $(VENV) ]; then echo "$(VENV) is broken, as by an interrupted installation or a renamed folder: it is made anew."; \
 	  rm -rf $(VENV); fi; \
 	mkdir -p $(VENV) && touch $(OURS) && $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "$(PYTHON) could not make $(VENV). On Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 2; }

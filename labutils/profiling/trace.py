@@ -580,9 +580,9 @@ def profile(
     trainer: Any,
     steps: int = 5,
     folder: str | Path = "profile",
-    with_stack: bool = True,
+    with_stack: bool = False,
     wait: int = 1,
-    with_shapes: bool | None = None,
+    with_shapes: bool = False,
 ) -> Trace:
     """Record `steps` steps of `trainer` as article A1 does, and read the trace back.
 
@@ -590,9 +590,8 @@ def profile(
     recorded, once. `wait` is how many to pass over: more where workers have made batches ready, as
     steps that use them up wait for no data. `trainer` has `.step()`; each call is one recorded step
     (for a training trainer an optimizer step, accumulation included). The file `*.pt.trace.json` in
-    `folder` opens in Perfetto. `with_stack` records Python functions as well, `with_shapes` (None:
-    with the stacks) the operators' input shapes; both slow the host down, so take times without
-    them.
+    `folder` opens in Perfetto. `with_stack` records Python functions as well, `with_shapes` the
+    operators' input shapes; both slow the host down, so take times without them.
     """
     import torch
     from torch.profiler import ProfilerActivity, schedule, tensorboard_trace_handler
@@ -604,7 +603,7 @@ def profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
         schedule=schedule(wait=wait, warmup=1, active=steps, repeat=1),
         on_trace_ready=tensorboard_trace_handler(str(folder)),
-        record_shapes=with_stack if with_shapes is None else with_shapes,
+        record_shapes=with_shapes,
         with_stack=with_stack,
     ) as profiler:
         for number in range(wait + 1 + steps):

@@ -111,25 +111,23 @@ def effect(base: Run, changed: Run, twice: Twice = None, metric: str = "step_ms"
     Runs that were measured in rounds are compared round by round: the median over rounds of the
     ratio of round medians. Runs that took the same batches, of various lengths, are compared step
     by step, all others by their medians. `twice` is a base that was measured twice in the
-    rounds of this comparison. Raises `NotTestable` where a run lacks the metric, or has too few
+    rounds of this comparison, or in those of another beside runs that were timed by hand: there the
+    noise is that of its steps. Raises `NotTestable` where a run lacks the metric, or has too few
     samples of a time.
     """
     ratio, pairs = _ratio(base, changed, metric)
-    noise, again = None, bool(twice) and all(_in_rounds(run, metric) for run in twice)
-    if again:
-        noise = _ratio(*twice, metric)[0][1:]
-    apart = base.comparison != changed.comparison  # base again saw nothing of that time
     samples = _samples(base, metric)
+    beside = samples and twice and twice[0].comparison != base.comparison  # timed by hand
+    clock = "step_ms" if beside else metric
+    again = bool(twice) and all(
+        _numbers(run, "round") and len(_samples(run, clock)) >= FEWEST_SAMPLES for run in twice
+    )
+    noise = _ratio(*twice, clock)[0][1:] if again else None
+    apart = base.comparison != changed.comparison  # base again saw nothing of that time
     if not pairs and (apart or not again) and len(samples) >= FEWEST_SAMPLES:
         low, high = map(float, np.quantile(samples, (0.1, 0.9)) / np.median(samples))
         noise = (min(low, noise[0]), max(high, noise[1])) if noise else (low, high)
     return Effect(*ratio, noise, metric_of(base, metric), metric_of(changed, metric), again)
-
-
-def _in_rounds(run: Run, metric: str) -> bool:
-    """Whether a run has samples of the metric, of several rounds."""
-    rounds = set(_numbers(run, "round"))
-    return len(rounds) > 1 and len(_samples(run, metric)) >= FEWEST_SAMPLES
 
 
 def time_effect(base: Run, changed: Run, again: Run | None = None) -> Effect | None:

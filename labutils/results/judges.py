@@ -156,12 +156,16 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
 
 def _twice(runs: Runs, base: Run) -> effects.Twice:
     """The base that was visited twice in the rounds of this base's comparison: it says how noisy
-    they were. None where none was.
+    they were. What was timed by hand is of no comparison: the lab's last one says how noisy the
+    machine was. None where none was.
     """
-    rounds = [one for one in runs.select(base.lab) if one.comparison == base.comparison]
-    for again in (one for one in rounds if one.tags.get("again")):
-        first = {name: tag for name, tag in again.tags.items() if name != "again"}
-        return next(((one, again) for one in rounds if one.tags == first), None)
+    visited = runs.select(base.lab)
+    again = [one for one in visited if one.tags.get("again")]
+    own = [one for one in again if one.comparison == base.comparison]
+    for last in (own or ([] if base.comparison else again))[-1:]:
+        first = {name: tag for name, tag in last.tags.items() if name != "again"}
+        rounds = (one for one in visited if one.comparison == last.comparison)
+        return next(((one, last) for one in rounds if one.tags == first), None)
     return None
 
 

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,6 @@ import torch
 
 from labutils.profiling import cuda
 from labutils.profiling.machine import machine_facts
-from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.tools.diagnose import Fix, diagnose
@@ -58,7 +58,7 @@ def ablations(
     trained.
     """
     with Benchmark(workload, same_batches=workload.steps_vary) as bench:
-        run = bench.compare({START: start}, max(steps, TRACED + 1), rounds=1)[START]
+        run = bench.compare({START: start}, max(steps, TRACED), rounds=1)[START]
         if not run.ok:
             raise RuntimeError(f"The start can't be trained here: {run.status}.")
         diagnosis = diagnose(_evidence(bench, with_epoch_rate(run, workload)))
@@ -83,16 +83,12 @@ def ablations(
 def _evidence(bench: Benchmark, run: Run) -> Evidence:
     """The start's evidence: its run, timed without the profiler, and a trace of some steps, told as
     the hooks tell a script's."""
-    candidate, recipe = bench.candidates[START], Recipe(**run.recipe)
+    trainer, recipe = bench.candidates[START].trainer, Recipe(**run.recipe)
     on_gpu = bench.workload.device.type == "cuda"
-    from_idle_ms = [_from_idle_ms(candidate.trainer) for _ in range(3)] if on_gpu else []
-    wait, timed = candidate.steps_to_settle, slice(None)
-    if bench.same_batches:  # the traced batches are those behind the first, which warms up
-        candidate.rewind(candidate.steps_to_drain)
-        wait, timed = 0, slice(1, 1 + TRACED)
+    from_idle_ms = [_from_idle_ms(trainer) for _ in range(3)] if on_gpu else []
     with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-        options = {"with_stack": False, "wait": wait, "with_shapes": True}
-        trace = profile(candidate.trainer, TRACED, folder, **options)
+        trace = bench.profile(START, Path(folder), TRACED, with_shapes=True)
+    timed = slice(TRACED if bench.same_batches else None)  # of batches that differ, those traced
     step_ms, data_ms = run.samples["step_ms"][timed], run.samples["data_ms"][timed]
     slowed = max(1.0, trace.wall_ms / trace.steps / statistics.median(step_ms))  # by the profiler
     fused, writes = recipe.optimizer == "adamw-fused", []

@@ -202,8 +202,8 @@ class Benchmark:
             measure(candidate.trainer, max(steps, math.ceil(WATCH_MS / candidate.step_ms)))
         return utilization.metrics()
 
-    def profile(self, name: str, folder: Path, steps: int = 3) -> Trace:
-        """A trace of `steps` more optimizer steps, without Python stacks (`profiling.trace`).
+    def profile(self, name: str, folder: Path, steps: int = 3, with_shapes: bool = False) -> Trace:
+        """A trace of `steps` more optimizer steps, see `profiling.trace`.
 
         It settles inside the profiler, which takes a while to start: workers would make batches
         ready meanwhile. With the same batches each time, those that were timed are traced. Raises
@@ -214,7 +214,7 @@ class Benchmark:
         if self.same_batches:  # the last one of the lead-in warms the profiler up
             candidate.trainer.rewind_data(candidate.timed_from)
             wait = max(0, self.lead_in - 1)
-        return profile(candidate.trainer, steps, folder, with_stack=False, wait=wait)
+        return profile(candidate.trainer, steps, folder, wait=wait, with_shapes=with_shapes)
 
     def _working(self, name: str) -> Candidate:
         if name in self.failed:
@@ -329,7 +329,8 @@ class Candidate:
 
     def measure(self, steps: int, lead_in: int = 1) -> StepTimes:
         """A round of `steps` timed steps, settled before; with the same batches each time, rewound
-        to `lead_in` steps before them.
+        to where the first round began, and `lead_in` steps on from there: as many as the
+        `steps_to_drain` of the recipe that takes most, so that all are timed on the same batches.
 
         It is taken once more where something was compiled in it: the second of two sizes may first
         come up here, and would be on record as a step of a minute. A recipe that never stops
@@ -339,7 +340,8 @@ class Candidate:
             self.settle()
         for _ in range(TRIES):
             if self.same_batches:
-                self.rewind(lead_in)
+                self.trainer.rewind_data(self.timed_from)
+                measure(self.trainer, lead_in)
             graphs, times = graphs_so_far(), StepTimes()
             for _ in timed(self.trainer, steps, times):
                 self.trainer.step()
@@ -347,14 +349,6 @@ class Candidate:
                 break
         time.sleep(REFILL_S if self.trainer.recipe.num_workers else 0)
         return times
-
-    def rewind(self, lead_in: int) -> None:
-        """Take the data back to where the first round began, and `lead_in` steps on from there: as
-        many as the `steps_to_drain` of the recipe that takes most, so that all are timed on the
-        same batches.
-        """
-        self.trainer.rewind_data(self.timed_from)
-        measure(self.trainer, lead_in)
 
     def report(self, run: Run, times: StepTimes) -> None:
         """Fill in the run's metrics and samples, those against the hardware included."""

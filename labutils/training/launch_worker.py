@@ -238,7 +238,7 @@ def _report(
         run.samples |= gradient_arrivals(trainer)
     if each.by == "all" and task.traced:
         traces, wait = Path(folder) / f"traces-{trainer.ranks.rank}", candidate.steps_to_settle
-        trace = profile(trainer, task.traced, traces, with_stack=False, wait=wait)
+        trace = profile(trainer, task.traced, traces, wait=wait)
         metrics, computing, communicating = communication(trace)
         run.metrics |= metrics
         run.samples |= {"computing_ms": computing, "communicating_ms": communicating}

@@ -53,4 +53,4 @@ class OnOneBatch:
         """A trace of an optimizer step; on a GPU with shapes, which tell thin products."""
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
             on_gpu = self.trainer.workload.device.type == "cuda"
-            return profile(self, 1, folder, with_stack=False, with_shapes=on_gpu)
+            return profile(self, 1, folder, with_shapes=on_gpu)

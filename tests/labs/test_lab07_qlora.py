@@ -94,7 +94,7 @@ def test_methods_and_rungs_are_timed_on_the_same_batches(texts):
 
 def test_restoring_is_found_in_a_trace(texts, tmp_path):
     with Trainer(texts["short"], QLORA, on_model=prepared_for_kbit) as trainer:
-        restored = lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path, with_stack=False))
+        restored = lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path))
     with Trainer(texts["short"], A3_BASE) as trainer:
         assert lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path)) == 0 < restored
 

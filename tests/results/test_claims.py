@@ -175,6 +175,13 @@ def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time(
     assert judge(one, Runs([*elsewhere, *runs])).verdict == CONFIRMED
 
 
+def test_a_busy_machine_says_nothing_of_time_after_one_round_or_by_hand():
+    """Lab 03's records at tiny on two cores, with two busy processes beside it."""
+    runs = read_runs(Path(__file__).with_name("busy_lab03.jsonl"))
+    for found in judges.judge_all(["A1.workers.data-time", "A4.pytorch.persistent"], runs):
+        assert found.verdict == INCONCLUSIVE and "nsteady" in found.why
+
+
 def test_a_gain_is_compared_with_another_and_over_sizes():
     four = dict(PAIR, than_base=BASE | {"fast": True}, than_changed=CHANGED | {"fast": True})
     runs = Runs(

@@ -27,12 +27,16 @@ def test_a_folder_that_make_did_not_make_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_an_interrupted_environment_is_made_anew(tmp_path):
-    (tmp_path / "venv" / "bin").mkdir(parents=True)
-    (tmp_path / "venv" / ".made-by-make").touch()
-    made = make("venv", f"VENV={tmp_path / 'venv'}")
+def test_an_environment_that_was_interrupted_copied_or_renamed_is_made_anew(tmp_path):
+    venv, copied, renamed = (tmp_path / name for name in ("venv", "copied", "renamed"))
+    (venv / "bin").mkdir(parents=True)
+    (venv / ".made-by-make").touch()
+    made = make("venv", f"VENV={venv}")
     assert made.returncode == 0 and "anew" in made.stdout
-    assert make("venv", f"VENV={tmp_path / 'venv'}").stdout.count("anew") == 0
+    assert make("venv", f"VENV={venv}").stdout.count("anew") == 0
+    shutil.copytree(venv, copied, symlinks=True)
+    for folder in (copied, venv.rename(renamed)):  # with no Python to make it of, it stays
+        assert "There is no no-python" in make("venv", f"VENV={folder}", "PYTHON=no-python").stderr
 
 
 def test_a_python_that_is_too_old_or_missing_is_said(tmp_path):
@@ -62,8 +66,9 @@ def test_what_a_container_keeps_is_on_a_volume(file):
 def test_an_installation_is_quiet_unless_it_fails(tmp_path, code, monkeypatch):
     (tmp_path / "bin").mkdir()
     pip = '#!/bin/sh\ncase "$*" in *requirements*) seq -f "Collecting %g" 480; exit $CODE; esac\n'
-    (tmp_path / "bin" / "python").write_text(pip)
-    (tmp_path / "bin" / "python").chmod(0o755)
+    for name in ("python", "pip"):
+        (tmp_path / "bin" / name).write_text(pip + 'echo "pip 26 from / (python 3)"')
+        (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("CODE", code)
     made = make("install", f"VENV={tmp_path}")
     assert (made.returncode == 0) == (made.stdout.count("\n") < 20) == (code == "0")

@@ -176,6 +176,7 @@ def test_a_name_in_a_benchmark_is_one_recipe(workload):
         with pytest.raises(ValueError, match="already another recipe"):
             bench.compare({"b": QUICK, "a": QUICK.but(rank=3)})
         assert set(bench.candidates) == {"a"}
+        assert bench.candidates["a"].steps_to_settle == 0  # no workers, no clock that must rise
         with pytest.raises(RuntimeError, match='"b" is not in'):
             bench.watch("b")
         bench.failed["c"] = "oom"

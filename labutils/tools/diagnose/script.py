@@ -86,22 +86,27 @@ def watch(
     with working_folder() as name:
         working = Path(name)
         settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
-        exit_code = run(command, settings, working)
-        notes = [read(path) for path in files(working, "process")]
-        for record in files(working, "record"):
+        exit_code = run_with_hooks(command, settings, working)
+        notes = hook_notes(working, "process")
+        for record in hook_files(working, "record"):
             trace = working / record.name.replace("record", "trace")
             if trace.exists():
                 try:
-                    return Watched(exit_code, of_record(read(record), Trace.read(trace)))
+                    return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
                 except ValueError as error:  # a full disk cuts it off
                     raise NoDiagnosis(str(error)) from None
         why = _why(command, exit_code, notes, stages)
         raise NoDiagnosis(why, STOPPED if exit_code == STOPPED else 1)
 
 
-def files(working: Path, kind: str) -> list[Path]:
+def hook_files(working: Path, kind: str) -> list[Path]:
     """The hooks' files of one kind, the oldest first."""
     return sorted(working.glob(f"{kind}-*.json"), key=_age)
+
+
+def hook_notes(working: Path, kind: str) -> list[dict[str, Any]]:
+    """What these files say."""
+    return [_read(path) for path in hook_files(working, kind)]
 
 
 def _age(path: Path) -> float:
@@ -129,7 +134,7 @@ def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
+def run_with_hooks(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
     """Its exit code; 0 where it was ended because its steps had been measured. What it prints is
     shown, unless fixes are tried in it.
     """
@@ -149,12 +154,12 @@ def run(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> i
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(0.5)
-            measured = [] if settings["keep_going"] else files(working, "record")
+            measured = [] if settings["keep_going"] else hook_files(working, "record")
             if measured and time.time() - _age(measured[0]) > END_WITHIN_S:
                 return 0
             if time.monotonic() > say_at:
                 say_at = float("inf")
-                if why := _unseen([read(path) for path in files(working, "process")]):
+                if why := _unseen(hook_notes(working, "process")):
                     words = f"no step yet after {SAY_AFTER_S:.0f} s: {why} If it loads, wait."
                     print(f"labutils diagnose: {words}", file=sys.stderr, flush=True)
     except KeyboardInterrupt as told:  # what was measured counts
@@ -186,7 +191,7 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Any]:
     """What a file of the hooks says; nothing where it was cut off."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

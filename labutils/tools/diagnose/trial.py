@@ -67,11 +67,10 @@ def run(
     with script.working_folder() as folder:
         working = Path(folder)
         settings = vars(stages) | {"folder": folder, "keep_going": False, "try": changes}
-        if script.run(command, settings, working) == script.STOPPED:
+        if script.run_with_hooks(command, settings, working) == script.STOPPED:
             raise KeyboardInterrupt
         kinds = ("record", "tried", "process")
-        found = [[script.read(path) for path in script.files(working, kind)] for kind in kinds]
-    records, tried, notes = found
+        records, tried, notes = (script.hook_notes(working, kind) for kind in kinds)
     if not records:
         errors = [note["failed"] for note in notes if "failed" in note]
         return {"why": f"the script failed with it: {errors[-1] if errors else 'no step was seen'}"}

@@ -67,7 +67,7 @@ def opened(path: Path) -> NotebookNode | None:
     """An executed notebook; None where the file is none, or its stamp none of ours."""
     try:
         notebook = nbformat.read(path, as_version=4)
-        notebook.metadata.get("labutils", {}).get("parameters", {}).get("scale")
+        notebook.metadata.get("labutils", {}).get("parameters", {}).get("scale")  # of another kind?
     except Exception:  # cut off, mostly: nbformat passes on what json and its schema raise
         return None
     return notebook
