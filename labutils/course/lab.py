@@ -400,8 +400,8 @@ class Lab:
         elif printed := recorded.outputs_of(self.number, recorded.source_of_this_cell()):
             self.show(f"**On our {self.card} this cell printed:**")
             recorded.replay(printed)
-        elif tags:
-            self.show(_as_markdown(self.reference(**tags), run.label))
+        elif tags and (theirs := self.reference(**tags)) and theirs.ok:
+            self.show(_as_markdown(theirs))
 
     # ------------------------------------------------------------------------------ what it shows
 
@@ -494,17 +494,12 @@ def explain(status: str) -> str:
     return said if is_known else f"{said} `labutils doctor` checks the usual causes."
 
 
-def _as_markdown(run: Run | None, name: str) -> str:
-    """The reference run's numbers as a table, or a sentence where there is no such run."""
-    if run is None:
-        return f"There is no reference run *{name}* to show instead."
-    if not run.ok:
-        return f"Our reference machine has no numbers for *{name}* either ({run.status})."
+def _as_markdown(run: Run) -> str:
+    """A run's numbers as a table."""
     values = {metric: run.metric(metric) for metric in run.metrics if metric not in _FOR_MACHINES}
     rows = [pair for pair in values.items() if isinstance(pair[1], int | float | str)]
-    machine = run.machine.get("gpu", "the reference machine")
     table = tables.as_table(("metric", "value"), *rows)
-    return f"On {machine}, *{name}* (scale {run.scale}) gave:\n\n{table}"
+    return f"On {run.machine.get('gpu')}, *{run.label}* (scale {run.scale}) gave:\n\n{table}"
 
 
 def _notebook(number: str) -> str:

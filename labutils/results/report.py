@@ -34,7 +34,6 @@ class Page:
 
     judgements: list[Judgement]
     here: Runs
-    reference: Runs
     files: list[Path]
     labs_done: list[str]
     records: list[dict[str, Any]] = field(default_factory=list)
@@ -105,11 +104,10 @@ def read_page(files: Iterable[Path]) -> Page:
     readings = [records.read_file(path) for path in files]
     newest = {record["lab"]: reading for reading in readings for record in reading.records}
     kept = [r for reading in readings for r in reading.records if newest[r["lab"]] is reading]
-    here, theirs = records.runs_of(kept), records.reference_runs()
+    here = records.runs_of(kept)
     return Page(
-        judgements=judges.judge_all(None, here, theirs),
+        judgements=judges.judge_all(None, here, records.reference_runs()),
         here=here,
-        reference=theirs,
         files=[reading.path for reading in readings if reading in newest.values()],
         labs_done=sorted({r["lab"] for r in kept if r.get("status") == "done"}),
         records=kept,
@@ -165,8 +163,6 @@ def show(page: Page) -> None:
     console = Console(
         width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False
     )
-    gpus = {gpu for run in page.reference if (gpu := run.machine.get("gpu"))}
-    machine = str(gpus.pop()).removeprefix("NVIDIA ") if len(gpus) == 1 else "reference"
     for key, article in articles.articles().items():
         rows = [
             (
@@ -179,7 +175,7 @@ def show(page: Page) -> None:
             for j in page.judgements
             if j.claim.article == key
         ]
-        head = ("claim, and why the verdict", "published", machine, "here", "verdict here")
+        head = ("claim, and why the verdict", "published", "ours", "here", "verdict here")
         _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
     _print_summary(console, page)
 

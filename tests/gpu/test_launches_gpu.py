@@ -78,7 +78,6 @@ def test_steps_are_predicted(family, way, dense, moe):
     assert abs(metrics["off_by_percent"]) < 35
     assert step.lanes["launches"] and step.lanes["GPU"]
     assert metrics["predicted_ms"] >= 0.99 * max(metrics["kernels_ms"], 1e-3)
-    assert 0 <= metrics["idle_share"] < 1
 
 
 def test_a_slower_host_slows_a_step_that_it_decides(dense):
