@@ -168,11 +168,13 @@ def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time(
     assert judge(claim(direction="less"), runs).verdict == CONFIRMED
     one = claim(runs={"base": CHANGED, "changed": BASE}, direction="more")
     assert judge(one, runs).effects[""].again  # the noise of the rounds, whatever is compared
-    elsewhere = [
-        replace(run, tags=run.tags | {"size": 1}, comparison="a busy hour")
-        for run in times(100, 50, again=130)
-    ]
-    assert judge(one, Runs([*elsewhere, *runs])).verdict == CONFIRMED
+    for again, by_hand in ((130, INCONCLUSIVE), (101, CONFIRMED)):
+        elsewhere = [
+            replace(run, tags=run.tags | {"size": 1}, comparison="another hour")
+            for run in times(100, 50, again=again)
+        ]
+        assert judge(one, Runs([*elsewhere, *runs])).verdict == CONFIRMED
+        assert judge(one, Runs([*elsewhere, *runs[:2]])).verdict == by_hand
 
 
 def test_a_busy_machine_says_nothing_of_time_after_one_round_or_by_hand():
