@@ -23,8 +23,7 @@ def renamed(folder: Path, seed: int) -> Path:
     for record in lines:
         if "run" in record:
             record["run"] = f"{words.getrandbits(64):x}"
-    folder.mkdir(parents=True)
-    file = folder / "results.jsonl"
+    file = records.Results(folder).path
     file.write_text("".join(json.dumps(record) + "\n" for record in lines))
     return file
 
