@@ -15,6 +15,7 @@ for start, end in [*sorted(gpu_work), (micro_step.wall_ms, micro_step.wall_ms)]:
     gap_ms, reached = max(gap_ms, start - reached), max(reached, end)
 reading = {"kernels": len(spans_of("kernel") or spans_of("cpu_op")), "longest_gap_ms": gap_ms}
 print(check_reading(micro_step, **reading, us_a_launch=forward["dur"] / len(inside)))
+# -> 5,983 kernels, 109 ms, 66 µs a launch, in the H200's file
 
 
 # %% 02.2
@@ -37,6 +38,7 @@ def profiled_solution(step, folder):
 
 
 print(check_profiled(profiled_solution))
+# -> read 6.1 ms, compute 4.2 ms
 
 # %% 02.3
 print(check("02.3", (0.85 * 98, 0.85 * 98 / 4, "micro-step")))
@@ -56,3 +58,4 @@ def calm_step_solution(x):
 
 
 print(faster_than(4, hurried_step, calm_step_solution, hidden_states, times=3))
+# -> 16 times as fast on two CPU cores

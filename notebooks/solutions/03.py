@@ -21,6 +21,7 @@ print(
         3, lambda _: epoch_over(plain_loader), lambda _: epoch_over(tuned), lambda i: (i,), 1.3
     )
 )
+# -> 1.6 times as fast on two CPU cores
 
 
 # %% 03.4
@@ -31,3 +32,4 @@ def reordered_solution(image):
 
 
 print(faster_than(4, transformed, reordered_solution, an_image, times=2))
+# -> 6 times as fast on two CPU cores

@@ -18,6 +18,7 @@ def at_once_solution(images, targets):
 
 
 print(faster_than(3, by_micro_steps, at_once_solution, eight_images, times=3, tolerance=1e-3))
+# -> 7 times as fast on two CPU cores
 
 # %% 04.4
 my_gradients = [torch.zeros_like(parameter) for parameter in mine.parameters()]
@@ -45,3 +46,4 @@ def replayed_solution(images, targets):
 
 
 print(faster_than(4, by_micro_steps, replayed_solution, eight_images, three_times, 1e-3))
+# -> 0.7 times as fast on two CPU cores: their tape saves nothing

@@ -32,3 +32,4 @@ def lean_solution(x):
 
 
 print(smaller_than(4, restoring, lean_solution, some_inputs, share=0.1, module=frozen_layer))
+# -> 0 MB kept instead of 0.52

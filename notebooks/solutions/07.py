@@ -38,3 +38,4 @@ def lean_solution(x):
 
 
 print(smaller_than(4, restoring, lean_solution, some_inputs, share=0.1, module=four_bit))
+# -> 0 MB kept instead of 0.52

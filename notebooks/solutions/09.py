@@ -34,3 +34,4 @@ def by_hand_solution(x):
 
 
 print(smaller_than(3, all_kept, by_hand_solution, some_rows, share=1 / 3, module=blocks))
+# -> 0.79 MB kept instead of 7.1

@@ -24,6 +24,7 @@ def by_map_solution(seed):
 
 
 print(faster_than(2, by_file, by_map_solution, lambda seed: (seed,), times=10))
+# -> some 500 times as fast on two CPU cores
 
 
 # %% 10.3
@@ -37,3 +38,4 @@ def drafted_solution(seed):
 
 
 print(faster_than(3, whole, drafted_solution, lambda seed: (seed,), times=3, tolerance=0.05))
+# -> 6 times as fast on two CPU cores
