@@ -303,11 +303,12 @@ class Lab:
             {topic: truth for topic, truth in (known or {}).items() if truth is not None}
             for known in (truths, h200)
         )
+        card = _card(self.references()) if there else ""
         for topic, truth in (there | here).items():
             if not is_finite(truth) or topic not in self._predictions:
                 continue
             guess, unit = self._predictions[topic]
-            on = {} if topic in here else {"on": self.card}
+            on = {} if topic in here else {"on": card}
             known = {"topic": topic, "value": guess, "measured": truth, "unit": unit}
             self._record(status="score", **known, **on)
             off = f"{abs(guess - truth):.3g}"
@@ -315,7 +316,7 @@ class Lab:
                 off = f"{max(guess, truth) / min(guess, truth):.2f}x"
             off += " too high" if guess > truth else " too low" if guess < truth else ""
             measured = f"{tables.cell(float(truth))} {unit}".rstrip()
-            measured += f", on our {self.card}" * bool(on)
+            measured += f", on our {card}" * bool(on)
             rows.append((topic, f"{guess:g} {unit}", measured, off))
         self.table(*rows)
         seconds = round(time.perf_counter() - self._opened, 1)
@@ -351,12 +352,6 @@ class Lab:
     def references(self, **tags: records.Wanted) -> records.Runs:
         """Our own runs of this lab that have these tags, of the machine that ran it last."""
         return records.reference_runs(self.number).of_newest_host().select(**tags)
-
-    @property
-    def card(self) -> str:
-        """The GPU that our own runs of this lab are of: "H200"."""
-        name = next((run.machine.get("gpu") for run in self.references()), None) or "GPU"
-        return str(name).removeprefix("NVIDIA ").partition(" ")[0]
 
     def verdict(self, *claims: str) -> None:
         """Show published | ours | here | verdict for the claim ids. It returns nothing: a notebook
@@ -398,7 +393,7 @@ class Lab:
         if instead:
             instead()
         elif printed := recorded.outputs_of(self.number, recorded.source_of_this_cell()):
-            self.show(f"**On our {self.card} this cell printed:**")
+            self.show(f"**On our {_card(self.references())} this cell printed:**")
             recorded.replay(printed)
         elif tags and (theirs := self.reference(**tags)) and theirs.ok:
             self.show(_as_markdown(theirs))
@@ -458,9 +453,8 @@ class Lab:
         if text := tables.as_table(tables.columns_of(theirs, columns)):
             days = sorted({run.at.partition("T")[0] for run in theirs})
             when = " to ".join(dict.fromkeys((days[0], days[-1])))
-            self._show(
-                f"**The same on our {self.card}**, scale {theirs[0].scale}, {when}:\n\n{text}"
-            )
+            where = f"{_card(theirs)}**, scale {theirs[0].scale}, {when}"
+            self._show(f"**The same on our {where}:\n\n{text}")
         else:
             self._show("*Nothing of this is on record from our GPU yet, to compare with.*")
 
@@ -492,6 +486,12 @@ def explain(status: str) -> str:
     said = f"It was left out: {why}." if kind == "skipped" else f"It failed with {why[:300]}."
     is_known = kind == "skipped" and not why.startswith(("ImportError", "ModuleNotFoundError"))
     return said if is_known else f"{said} `labutils doctor` checks the usual causes."
+
+
+def _card(runs: Iterable[Run]) -> str:
+    """The GPU that runs of our own are of: "H200"."""
+    name = next((run.machine.get("gpu") for run in runs), None) or "GPU"
+    return str(name).removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def _as_markdown(run: Run) -> str:

@@ -206,7 +206,7 @@ def test_predictions_are_kept_and_scored(lab, capsys):
     kept = read_records(lab.results_dir)
     assert [r["status"] for r in kept] == [*2 * ["prediction"], *2 * ["score"], "done"]
     told = scores_of(kept)[["topic", "measured", "on"]].to_numpy().tolist()
-    assert told == [["best number of workers", 2, ""], ["step at 3 workers", 50, lab.card]]
+    assert told == [["best number of workers", 2, ""], ["step at 3 workers", 50, "H200"]]
     said = capsys.readouterr().out
     assert "No prediction of *step at 0 workers*" in said and "2.00x too high" in said
     for value in ("three", True, [3], float("nan"), 10**400):
