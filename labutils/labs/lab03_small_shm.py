@@ -15,7 +15,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-SHM, BATCHES, TIMEOUT_S = "/dev/shm", 36, 8
+SHM, BATCHES, TIMEOUT_S = "/dev/shm", 36, 5
 
 
 class Images(Dataset):
