@@ -35,23 +35,24 @@ def with_solutions(notebook: NotebookNode, number: str) -> NotebookNode:
         return notebook
     if sum("exercise" in each for each in tags) != len(solutions):
         raise ValueError("It has not as many exercises as there are solutions: an older edition?")
-    solved, cells, left = copy.copy(notebook), [], iter(solutions)
+    solved, cells, left = copy.copy(notebook), [], iter(enumerate(solutions, 1))
     for cell, each in zip(notebook.cells, tags, strict=True):
         cells.append(cell)
         if "exercise" in each:
-            code = next(left)
-            shared = {"outputs": _value_of(code), "metadata": {"tags": ["solution"]}}
+            place, code = next(left)
+            value = _value_of(f"{number}.{place}")
+            shared = {"outputs": value, "metadata": {"tags": ["solution"]}}
             cells.append(new_code_cell(code, **shared))
     solved.cells = cells
     return solved
 
 
-def _value_of(code: str) -> list[NotebookNode]:
-    """What the exercise's check holds to be right, and why; none where it measures the code."""
+def _value_of(exercise: str) -> list[NotebookNode]:
+    """What the check of an exercise ("01.2") holds to be right, and why, as an output; none where
+    it measures the code."""
     from labutils.course.exercises import answers
 
-    if not (found := re.search(r'check\("(\d\d\.\d)"', code)):
+    if not (known := answers().get(exercise)):
         return []
-    known = answers()[found[1]]
     right = re.sub(r"(\.\d{3})\d+", r"\1", str(known.get("set") or known["right"]))
     return [new_output("stream", name="stdout", text=f"Right: {right}. {known['why']}\n")]
