@@ -968,4 +968,4 @@ arithmetic = {
     "gpt-oss-120b in 4 bits (arithmetic)": four_bit,
 }
 ours = measured_of(there, flip and flip.metric("moe_us")) if there else {}
-lab.done(arithmetic | (measured_of(loop, flips["moe"][0]) if "moe" in flips else {}), ours)
+lab.done(arithmetic | (measured_of(loop, flips["moe"][0]) if loop and flips else {}), ours)
