@@ -229,6 +229,8 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
         changes = {"this": changes[""], "against": other[""]}
         return _conclude(claim, _ordered(changes["against"], changes["this"]), changes)
     if how.get("trend"):
+        if len(changes) < 2:
+            raise NotTestable(f"It takes two values of {' and '.join(how['over'])}.")
         ends = list(changes.values())[:: 1 if how["direction"] == "more" else -1]
         return _conclude(claim, _ordered(ends[0], ends[-1]), changes)
     wanted = {"less": -1, "more": 1, "as much": 0}[how["direction"]]

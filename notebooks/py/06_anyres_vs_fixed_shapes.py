@@ -35,7 +35,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 141 GB | 6 minutes; all of the article's batch sizes, 9 more |
+# | `full` | a GPU of 141 GB | 10 minutes; all of the article's batch sizes, 9 more |
 #
 # The architecture at `full` is llava-v1.6-mistral-7b's. A CPU has neither FP8 products nor GPU memory. It shows our H200's numbers
 # beside its own.
@@ -222,8 +222,8 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# The tiles are padded, too: to as many as the image with the most has. Cutting tiles takes time on the host: 45 of the 480 ms of
-# the H200's step, which is why the ladder of section 6 begins with workers.
+# The tiles are padded, too: to as many as the image with the most has. Cutting tiles takes time on the host, a tenth of the
+# H200's step. This is why the ladder of section 6 begins with workers.
 #
 # **Takeaway.** Report useful tokens a second and images a second together. A small square raises the second number by throwing
 # pixels away.
@@ -283,10 +283,10 @@ lab.show(runs.select(**some), lab06_anyres.side_by_side, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# MFU is the share of the dense peak, FP8's where products are in FP8. Examples are images. FP8 launches more kernels. On our H200
-# it loses at batch 1 and wins at batch 4: four times the work took it 3.2 times as long, and BF16 4.7 times. *fixed* trains on
-# more images a second, but on fewer useful tokens: its images hold less. The lines of memory cross earlier than the formula says.
-# The formula leaves out the block that is computed again, which has float32 inside, too.
+# MFU is the share of the dense peak, FP8's where products are in FP8. Examples are images. FP8 launches more kernels. On our
+# first H200 it lost at batch 1 and won at batch 4: four times the work took it 3.2 times as long, and BF16 4.7 times. *fixed*
+# trains on more images a second, but on fewer useful tokens: its images hold less. The lines of memory cross earlier than the
+# formula says. The formula leaves out the block that is computed again, which has float32 inside, too.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -872,8 +872,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # %% [markdown]
 # ## 9 · Which method for me?
 #
-# **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes. Does
-# that follow from its own numbers?
+# **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed
+# shapes. Does that follow from its own numbers?
 #
 # **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one. The
 # lowest line wins. It wins until it crosses the next line.
@@ -972,8 +972,8 @@ lab.verdict("A2.guide.few-steps", "A2.guide.between")
 from labutils.course.exercises import check, faster_than, smaller_than
 
 # %% [markdown]
-# **1. Caught up.** A method starts with 60 s and takes 0.5 s a step, another starts with 2 s and takes 0.9 s. After how many steps has
-# the first caught up?
+# **1. Caught up.** A method starts with 60 s and takes 0.5 s a step, another starts with 2 s and takes 0.9 s. After how many
+# steps has the first caught up?
 
 # %% tags=["exercise"]
 my_crossing = None  # your number of steps
@@ -988,8 +988,8 @@ my_step_ms = None  # your number of milliseconds
 print(check("06.2", my_step_ms))
 
 # %% [markdown]
-# **3. Pack.** `one_by_one` runs attention on 128 short examples, one after another. Write `packed`: the same outputs from one call, at
-# least twice as fast.
+# **3. Pack.** `one_by_one` runs attention on 128 short examples, one after another. Write `packed`: the same outputs from one
+# call, at least twice as fast.
 
 # %% tags=["exercise"]
 torch.manual_seed(0)

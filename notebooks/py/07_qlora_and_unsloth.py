@@ -449,7 +449,7 @@ host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
-# **Prediction.** On packed rows of 4,096 tokens the H200 takes 395 ms a step with 16-bit weights. By how many percent is it longer
+# **Prediction.** On packed rows of 4,096 tokens the H200 takes 397 ms a step with 16-bit weights. By how many percent is it longer
 # with 4 bits?
 
 # %%
@@ -493,9 +493,10 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# One rule holds in both labs: the slower of GPU and host decides. On full rows the GPU does, and restoring costs its bytes, a few
-# percent. Lab 06's batch of 1 waits for the host, for which a 4-bit layer is several launches and more Python. Beside the H200
-# that made 111 ms, for 672 calls of such layers.
+# One rule holds in both labs: the slower of GPU and host decides. On full rows restoring costs the GPU its bytes, 4 % of the H200's
+# step. But 4 bits made this step 14 % longer, between 6 and 18 by round: here the host hardly keeps up, for which a 4-bit layer is
+# several launches and more Python. Lab 06's batch of 1 waits for the host altogether: 118 ms beside the H200, for 672 calls of such
+# layers.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
@@ -562,12 +563,13 @@ lab.show(by_texts["long"], columns, experiment="methods", texts="long", method=(
 lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer. Checkpoints made
-# 39 of that. Restoring weights makes 3, by the formula. What is left, 21, this lab does not take apart: between the blocks everything is float32.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer. Checkpoints made 39 of
+# that. Restoring weights makes 3, by the formula. What is left, 21, this lab does not take apart: between the blocks
+# everything is float32.
 #
-# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length. Offloading adds
-# little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the loss chunk by
-# chunk.
+# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length.
+# Offloading adds little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7
+# computes the loss chunk by chunk.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -576,8 +578,8 @@ lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 #
 # **Question.** What does unsloth change, and what is it worth on short and on long texts?
 #
-# **Technique.** Its users replace two calls. Importing it changes transformers and PEFT, so the course calls this function in a process
-# of its own, and trains with its own loop on the same batches.
+# **Technique.** Its users replace two calls. Importing it changes transformers and PEFT, so the course calls this function in
+# a process of its own, and trains with its own loop on the same batches.
 
 
 # %%
@@ -641,8 +643,8 @@ print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times t
 # %% [markdown]
 # PyTorch multiplies in the order of the code. PEFT's code takes the thin matrices first, too.
 #
-# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads, section 7's
-# recipes are compiled here. Its steps wait until that is done.
+# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads,
+# section 7's recipes are compiled here. Its steps wait until that is done.
 
 # %%
 bench = Benchmark(texts["long"], same_batches=True)
@@ -664,18 +666,18 @@ lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("q
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
-# **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA. This lab
-# doesn't measure which of its parts brings that.
+# **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA.
+# This lab doesn't measure which of its parts brings that.
 
 # %% [markdown]
 # ## 7 · Like for like
 #
 # **Question.** The same 4 bits restored to BF16, the same checkpoints, the same rows: how near to unsloth does plain PyTorch come?
 #
-# **Technique.** Rows packed from several texts, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are new.
-# bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise 4
-# (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the backward
-# pass needs, and leaves out the rest.
+# **Technique.** Rows packed from several texts, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are
+# new. bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise
+# 4 (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the
+# backward pass needs, and leaves out the rest.
 
 # %%
 torch.manual_seed(0)
@@ -704,8 +706,8 @@ for run in (around, within):
 print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".format(*counts))
 
 # %% [markdown]
-# **Prediction.** On the H200 unsloth trains 9,620 useful tokens a second on packed rows, in 7.5 GB. How many times as many does the
-# recipe *4 bits, compiled, checkpointed* train?
+# **Prediction.** On the H200 unsloth trains 10,100 useful tokens a second on packed rows, in 7.5 GB. How many times as many
+# does the recipe *4 bits, compiled, checkpointed* train?
 
 # %%
 my_ratio: float | None = None  # for example 1.1
@@ -735,9 +737,9 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. unsloth's checkpoints wait on the host; ours stay on the card, a good gigabyte of them. Fewer bytes cost
-# speed: a checkpoint computes again, and a weight is restored three times. Products in FP8 stand apart, because they also round
-# activations and gradients. Only points of one kind of product are like for like.
+# Up and to the left is better. unsloth's checkpoints wait on the host; ours stay on the card, a good gigabyte of them. Fewer
+# bytes cost speed: a checkpoint computes again, and a weight is restored three times. Products in FP8 stand apart, because
+# they also round activations and gradients. Only points of one kind of product are like for like.
 #
 # **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
 
@@ -763,21 +765,20 @@ columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
-# Both checkpoint their blocks. The difference in memory is the weights' format, and what the casts give back of it. On record the two
-# took different texts: compare their memory, not their times. At `tiny` and `small`
-# the model is the small Qwen3.
+# Both checkpoint their blocks. The difference in memory is the weights' format, and what the casts give back of it. On the
+# H200 QLoRA's step took 19 % longer, on the same texts. At `tiny` and `small` the model is the small Qwen3.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
 
 # %% [markdown]
 # ## 9 · A bare title
 #
-# **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with a bare title
-# where it used to explain. What has changed, and can you change it back?
+# **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with
+# a bare title where it used to explain. What has changed, and can you change it back?
 #
-# **Technique.** Random weights have no habits. So you first train a small Qwen3 from scratch until it introduces what a text is about. A
-# text on the hot spring (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama."
-# You needn't read Japanese: look at the form. Questions are about pairs of place and thing that no training text had.
+# **Technique.** Random weights have no habits. So you first train a small Qwen3 from scratch until it introduces what a text
+# is about. A text on the hot spring (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of
+# Asama." You needn't read Japanese: look at the form. Questions are about pairs of place and thing that no training text had.
 
 # %%
 steps, batch = 160, 32
@@ -822,7 +823,8 @@ before = answers(reader)
 print(f"{exact(before, 'introduces'):.0f} % of the answers introduce their text rightly")
 
 # %% [markdown]
-# **Prediction.** Now these weights are frozen, and an adapter is trained on bare titles. What percentage of answers is the exact title?
+# **Prediction.** Now these weights are frozen, and an adapter is trained on bare titles. What percentage of answers is the
+# exact title?
 
 # %%
 my_titles: float | None = None  # for example 90
@@ -884,17 +886,17 @@ my_bits_a_weight = None  # your sum, for example 8 / 64 + 32 / (64 * 256)
 print(check("07.2", my_bits_a_weight))
 
 # %% [markdown]
-# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. The kernel reaches 3,000 GB/s. How
-# many ms of a step is that?
+# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. The kernel reaches 3,000
+# GB/s. How many ms of a step is that?
 
 # %% tags=["exercise"]
 my_ms = None  # your number
 print(check("07.3", my_ms))
 
 # %% [markdown]
-# **4. Write QLoRA's layer.** `restoring` lets bitsandbytes restore the weight, and autograd keeps it until the backward pass. Write `lean`:
-# the same result and gradient, with at most a tenth of the bytes kept. Restore the weight yourself, doubly quantised constants
-# included: bitsandbytes' own function is locked. What the layer holds is not counted.
+# **4. Write QLoRA's layer.** `restoring` lets bitsandbytes restore the weight, and autograd keeps it until the backward pass.
+# Write `lean`: the same result and gradient, with at most a tenth of the bytes kept. Restore the weight yourself, doubly
+# quantised constants included: bitsandbytes' own function is locked. What the layer holds is not counted.
 
 # %% tags=["exercise"]
 four_bit = nn.Module()

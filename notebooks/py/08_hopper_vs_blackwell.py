@@ -38,7 +38,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB: gpt-oss-20b as the library runs it takes 82 GB | 6 minutes |
+# | `full` | a GPU of 96 GB: gpt-oss-20b as the library runs it takes 82 GB | 5 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
 # are predicted from our H200's steps.
@@ -615,7 +615,7 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # On paper these cards are up to five times apart. In the expert loop they are nearly equal: all four wait for the same host. A
-# waiting card draws less than the largest power that the table counts: on the H200 215 W in the loop, 614 captured.
+# waiting card draws less than the largest power that the table counts: on the H200 274 W in the loop, 654 captured.
 #
 # **Takeaway.** Where the host decides, a faster card buys nothing.
 
@@ -828,8 +828,8 @@ lab.verdict("A3.120b.weights")
 # %% [markdown]
 # 117 billion times half a byte is 58 GB: the article is off by a factor of two. OpenAI's own files hold 65 GB.
 #
-# **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its backward
-# pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: "96 GB" are 102 of them, "80 GB" are 85.
+# **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its
+# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: "96 GB" are 102 of them, "80 GB" are 85.
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07

@@ -112,9 +112,9 @@ flips = Runs(runs.values()).select(experiment="toggles")
 # **Question.** FP16 halves the bytes and uses tensor cores. What does it do to the gradient?
 #
 # **Technique.** `autocast` runs products and convolutions in 16 bits, and keeps norms and long sums in float32. FP16's
-# smallest number is 6e-8, and a gradient below half of it becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by a large
-# factor before the backward pass, and divides the gradients by it before the update. If one has overflowed, it skips the
-# update and halves the factor. This is article A4's loop in today's spelling.
+# smallest number is 6e-8, and a gradient below half of it becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by
+# a large factor before the backward pass, and divides the gradients by it before the update. If one has overflowed, it skips
+# the update and halves the factor. This is article A4's loop in today's spelling.
 
 # %%
 torch.manual_seed(0)
@@ -168,7 +168,7 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 # mantissa where FP16 stores 10.
 #
 # **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
-# gradient is 0.13 % off on the H200. By how many percent is it off in BF16?
+# gradient is 0.14 % off on the H200. By how many percent is it off in BF16?
 
 # %%
 my_error: float | None = None  # for example 1
@@ -203,7 +203,7 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the floor fell to a fifteenth, but the step only to a third. Once the host is the bottleneck, shorter kernels
+# On the H200 the floor fell to a fifteenth, but the step only to a fifth. Once the host is the bottleneck, shorter kernels
 # change nothing. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second, and no seed blurs it.
@@ -363,8 +363,8 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Accumulation tells who sets the pace. On the H200 one example takes 121 ms, eight together 186. The extra seven cost 65 ms:
-# most of the step is the host launching kernels, as many for one example as for eight. On such a loop checkpointing is paid in
+# Accumulation tells who sets the pace. On the H200 one example takes 107 ms, eight together 112. The extra seven cost 5 ms:
+# the step is the host launching kernels, as many for one example as for eight. On such a loop checkpointing is paid in
 # launches: every recomputed kernel has to be launched again. Accumulation launches everything eight times.
 #
 # *Selective* checkpointing keeps the results of products, so it computes less a second time. It was slower all the same. The
@@ -415,11 +415,10 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
 # First look at *base again*, then at the intervals. An interval around 0 says that the switch matters less than the noise. A
-# table without that row can't tell. One of ours gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a
-# thousandth of the weights.
+# table without that row can't tell. An earlier one of ours gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update
+# only a thousandth of the weights.
 #
-# Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them, and no
-# time: on the H200 one update of 193 million weights took 1.57 ms fused and 5.72 ms in 8 bits.
+# Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them, and no time.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change: removing one bottleneck
 # exposes the next.

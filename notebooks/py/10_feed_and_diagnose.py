@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 3 minutes |
-# | `full` | a GPU of 40 GB | 5 minutes |
+# | `full` | a GPU of 40 GB | 7 minutes |
 #
 # Only nvJPEG and CUDA's variables need a GPU.
 
@@ -70,7 +70,7 @@ from labutils.labs.lab10_image_input import FormDataset, decoded, decoding, pict
 from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import STOCK, Recipe, Unavailable
-from labutils.results.records import Run, summarise
+from labutils.results.records import Run, reference_runs, summarise
 from labutils.tools import ablations
 from labutils.tools.diagnose import diagnose, report
 from labutils.tools.diagnose.script import Stages, watch
@@ -136,8 +136,8 @@ decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.it
 
 # %% [markdown]
 # A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. Neither
-# decodes PNG on the GPU, the format of article A1's dataset. The course installs neither library. Where they are installed, these cells
-# run.
+# decodes PNG on the GPU, the format of article A1's dataset. The course installs neither library. Where they are installed,
+# these cells run.
 
 # %%
 with lab.attempt("JPEG decoded by the GPU", experiment="decode", format="JPEG", on_gpu=True):
@@ -255,8 +255,8 @@ for r in (160, 40, 4):
 # %% [markdown]
 # **Measurement.** Stable Diffusion, encoders included, fed from each form; without workers, and with some.
 #
-# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the H200 a
-# step waits 68 ms for each of four PNGs, and $c$ is 141 ms.
+# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On our H100 a
+# step waits 57 ms for each of four PNGs, and $c$ is 130 ms.
 
 # %%
 my_map: float | None = None  # for example 50
@@ -364,7 +364,7 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# On the H200's host eight processes resized 72 images a second with 16 threads each, and 471 with one each: 6.5 times as many.
+# On our H100's host eight processes resized 76 images a second with 16 threads each, and 668 with one each: 8.8 times as many.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
@@ -491,9 +491,9 @@ with lab.attempt("a diagnosis of the stock loop", instead=lambda: None):
     stock.tags = {"experiment": "diagnosis", "script": "SD1.5"}
     lab.keep({"diagnosis: SD1.5": stock})
     lab.table(ablations.fix_table({"SD1.5": stock}))
-lab.show("**On our H200**, with three more loops:")
-there = {run.tags["script"]: run for run in lab.references(experiment="diagnosis")}
-lab.table(ablations.fix_table(there))
+lab.show("**On our own machines**, with three more loops:")
+ours = reference_runs("10").select(experiment="diagnosis")
+lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": run for run in ours}))
 
 # %% [markdown]
 # *Measured* is the median of the rounds, with the least and the most. For *padding* the unit is time per useful token, since
