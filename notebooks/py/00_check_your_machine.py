@@ -104,8 +104,8 @@ print(doctor.render(doctor.examine(), width=84))
 #
 # **Technique.** Warm up: the first calls load kernels and allocate memory. Put *events* into the GPU's queue, which the
 # GPU stamps as it gets to them. Synchronise before you read them. Repeat, and take the median. A CPU works within the
-# call, so there its own clock will do. One limit remains: of a call shorter than a launch this times the launch. Section 5
-# has the cure.
+# call, so there its own clock will do. One limit remains: if a call is shorter than a launch, this times the launch.
+# Section 5 has the cure.
 
 
 # %%
@@ -129,7 +129,7 @@ def time_ms(call, repeats=20, warm_up=3):
 
 
 # %% [markdown]
-# What goes wrong without it? Here one matrix product is timed in four ways, and each time is turned into a rate.
+# What goes wrong without it? The next cell times one matrix product in four ways, and turns each time into a rate.
 
 # %%
 with lab.attempt("Timing a GPU by the host's clock"):
@@ -165,7 +165,7 @@ with lab.attempt("Timing a GPU by the host's clock"):
 # **Question.** A data sheet promises a rate in TFLOP/s, 10¹² floating-point operations a second. How much of it does a
 # plain matrix product get?
 #
-# **Your prediction:** the rate of large matrix products here, in TFLOP/s. A GPU is measured in bf16, where an H200's data
+# **Your prediction:** how many TFLOP/s do large matrix products reach here? A GPU is measured in bf16, where an H200's data
 # sheet says 989, or 1,979 "with sparsity". A CPU is measured in fp32, where one laptop core reaches about 0.1.
 
 # %%
@@ -292,14 +292,16 @@ plots.roofline(plt.gca(), roofs, operations);
 # nothing, but their intensity is low. In two bytes a number it is about their rank, 8; in fp32 it is half of that. So they
 # wait for memory on an H200, while the projection beside them lies far to the right.
 #
-# A share well below 1 is where time can be gained. Above 1: part of the data came from a cache, the operation's kernel is
-# better than the probe's, or another program held up the probe.
+# Time can be gained where the share is well below 1. A share above 1 means that part of the data came from a cache, that the
+# operation's kernel is better than the probe's, or that another program held up the probe.
 #
 # **Attention takes about three times its floor on an H200. Why?** The floor counts two products. Attention also takes one
 # exponential for each pair of tokens and head: 537 million at `full`. The paper on FlashAttention-3 gives an H100 3.9 · 10¹²
 # of them a second. So they alone need 0.14 ms, where the products need 0.11. And the usual kernels are made for heads of
 # 32, 64 or 128: a head of 40 is computed as one of 64. Test both reasons: the same FLOPs, with fewer and wider heads. The
 # four take turns, so that a machine that slows down slows all of them.
+#
+# **Your prediction:** how many times as fast are 5 heads of 128 as 16 of 40? If exponentials take all the time: 16 / 5.
 
 # %%
 my_wide_heads = None  # times faster, 5 heads of 128 against 16 of 40; exponentials: 16 / 5
@@ -375,9 +377,9 @@ with lab.attempt("The same kernels from a CUDA graph"):
 # What remains in the replay is the GPU's own time. The difference is what lab 04 gains by capturing a step.
 #
 # A training loop never makes bare calls. Each of its operations passes through a module, autocast and autograd, and
-# half of its kernels are launched by the backward pass. So a kernel of a real step costs the host more. How much more?
+# half of its kernels are launched by the backward pass. So a kernel of a real step costs the host more.
 #
-# **Your prediction:** times a bare launch.
+# **Your prediction:** how many times as long as a bare launch does a module's kernel take the host?
 
 # %%
 my_module_factor = None  # times as long as a bare launch

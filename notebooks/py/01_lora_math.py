@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | half a minute |
 # | `small` | a GPU of 8 GB | 1 minute |
-# | `full` | a GPU of 40 GB | 1.5 minutes |
+# | `full` | a GPU of 40 GB | 1 minute |
 #
 # You need no network: models are built from their published sizes.
 
@@ -153,7 +153,9 @@ lab.verdict("A1.lora.base-untouched")
 # ## 2 · Attach it, and count
 #
 # **Question.** To train a $d \times k$ matrix in full means to train $dk$ numbers. LoRA trains $(d + k)\,r$. How many times
-# fewer is that in A1's example, $d = k = 4096$ and $r = 8$? And in a whole model?
+# fewer is that in a whole model?
+#
+# **Your prediction:** how many times fewer are they in A1's example, $d = k = 4096$ and $r = 8$?
 
 # %%
 times_fewer = None  # how many times fewer for d = k = 4096, r = 8
@@ -221,7 +223,7 @@ lab.verdict("A1.lora.count")
 # The best approximation of rank $r$ keeps the $r$ largest singular values $\sigma_i$ (Eckart and Young, 1936). What remains
 # is $\sqrt{\sum_{i>r}\sigma_i^2 / \sum_i \sigma_i^2}$ of the correction.
 #
-# **Your prediction:** what remains at rank 4, in percent.
+# **Your prediction:** what percentage remains at rank 4?
 
 # %%
 error_at_rank_4 = None  # percent of the correction's size
@@ -306,13 +308,13 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 # Lab 00 says to look at the bytes as well. Forward, an adapter reads $x$, reads $y$ and writes their sum. Backward it reads the
 # gradient twice, reads $x$ again, and adds to the gradient of $x$. That makes $8nd$ numbers, whatever the rank. Take two
 # bytes a number and the frozen layer's time: the share added is at least **4 · ridge / d**; in fp32, double it. An H200's
-# ridge in lab 00 is 185 FLOP per byte, so that is 18 % at 4,096.
+# ridge in lab 00 is 189 FLOP per byte, so that is 18 % at 4,096.
 #
 # That is a fused layer's price. Our class writes each product first and adds it afterwards, in both directions: $12nd$, or
-# 27 %. A cache makes it less, thin products that miss their floor make it more. `torch.addmm(y, h, B.T)` saves two of the
+# 28 %. A cache makes it less, thin products that miss their floor make it more. `torch.addmm(y, h, B.T)` saves two of the
 # twelve.
 #
-# **Your prediction:** what LoRA of rank 8 adds to the wider layer's time here, in percent.
+# **Your prediction:** by how many percent does LoRA of rank 8 lengthen the wider layer's time here?
 
 # %%
 adapter_adds = None  # percent of the frozen layer's time
@@ -391,7 +393,7 @@ lab.show(cost, names, experiment="adapter cost")
 # $2^{-8}/\sqrt 3$ in the mean of squares, where the number itself is about 1.5. So the noise is about $2^{-8} / \sqrt 3 / 1.5$ of
 # $W$. Suppose that the correction is 1 % of $W$ in size.
 #
-# **Your prediction:** the noise in percent of the *correction*.
+# **Your prediction:** how large is the noise, in percent of the *correction*?
 
 # %%
 noise_in_bf16 = None  # percent of the correction
@@ -457,7 +459,7 @@ for name, pair in adapters.items():
 # A trained number in fp32 with AdamW takes 4 + 4 + 4 + 4 = 16 bytes: weight, gradient, two moments. In pure bf16 it takes
 # 2 + 2 + 2 + 2 = 8. A frozen number takes 2 in bf16.
 #
-# **Your prediction:** how many times less memory Qwen3-8B takes with LoRA in bf16 than all trained in fp32.
+# **Your prediction:** how many times less memory does Qwen3-8B take with LoRA in bf16 than all trained in fp32?
 
 # %%
 times_less_memory = None  # four texts of 861 tokens

@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 2 minutes |
-# | `full` | a GPU of 40 GB | 2.5 minutes |
+# | `full` | a GPU of 40 GB | 4 minutes |
 #
 # Without a GPU you see the host's half of the story. The H200's numbers stand beside yours where it has run the same.
 
@@ -176,7 +176,7 @@ def optimizer_step():
 print(f"losses: {optimizer_step():.3f}, {optimizer_step():.3f}")
 
 # %% [markdown]
-# Keep this loop. You edit it in labs 03 and 04. The course's own loop does the same on the real networks, with accelerate:
+# The course's own loop does the same on the real networks, with accelerate:
 # `AccelerateStep` in `labutils/training/step.py`. At `full` it reads PNG files of 1080 × 1080, encodes with the real VAE
 # and CLIP, and trains 0.8 M LoRA parameters beside 860 M frozen ones, in fp16.
 #
@@ -220,9 +220,9 @@ assert same.steps == recorded == 3
 assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %% [markdown]
-# Without the file, `key_averages()` sums over all calls of a name. With Python's functions recorded as well,
-# `with_stack=True`, a module is an event of its own: so the article saw the forward pass split into many small blocks. A
-# viewer shows them in order of time, where a flame graph sorts them by name. Stacks slow the host further.
+# `key_averages()` needs no file: it sums over all calls of a name. `with_stack=True` records Python's functions as well. Then
+# each module is an event of its own, and the article saw the forward pass split into many small blocks. A viewer shows them
+# in order of time; a flame graph sorts them by name. Stacks slow the host further.
 
 # %%
 inputs = (torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
@@ -304,7 +304,7 @@ print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {form
 # second constant. On a CPU an operator also does its work in that time. The real network's operators are larger, so there
 # the formula may say too little.
 #
-# **Your prediction:** the time of an optimizer step, in ms. Take the formula's number, or correct it.
+# **Your prediction:** how many ms does an optimizer step take? Take the formula's number, or correct it.
 
 # %%
 my_step_ms: float | None = None
@@ -322,14 +322,13 @@ lab.show([lab.keep(stock)], names | {"floor_ms": "floor, ms"}, experiment="stock
 lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 
 # %% [markdown]
-# Why not a bare launch? Take a first recording on an H200. A step took 533 ms, 179 of them for data. A bare launch cost
-# its host 3.9 µs. For 23,511 kernels that is 91 ms, less than the 156 ms of the kernels themselves. So the formula would
-# say 179 + 156 = 335 ms, and miss 198 ms. Dividing the other 354 ms by the kernels gives 15.1 µs each. That is no
-# prediction, since it uses the measured step. Only a constant measured elsewhere tests the formula, such as the small
-# loop's.
+# Why not a bare launch? At about 5 µs, the 24,000 launches of a step take 120 ms, less than the H200's kernels themselves,
+# 156 ms. Then the formula would say: data and 156 ms. Look in the table how much of the step that misses. Dividing the rest
+# of the measured step by its kernels is no prediction. Only a constant measured elsewhere tests the formula, such as the
+# small loop's.
 #
-# Profiled, that step took 861 ms. The *floor* is the time that its arithmetic needs at the GPU's measured rate. Hosts
-# differ: 504 to 1,156 ms for this step on the same kind of GPU.
+# The *floor* is the time that the step's arithmetic needs at the GPU's measured rate. Hosts differ: 777 to 1,450 ms for this
+# step on the same kind of GPU.
 #
 # **Takeaway.** A step takes data, and then what is longer: kernels times the host's time for one, or the kernels themselves.
 # Trust a profile for counts, order and kernels. Trust a clock for the host.
@@ -356,7 +355,7 @@ with lab.attempt("Reading nvitop"):
     print(f"{readings} %: mean {sum(readings) / len(readings):.0f} %")
 
 # %% [markdown]
-# **Your prediction:** the mean utilisation during stock steps, in %. Without a GPU: of the CPU cores.
+# **Your prediction:** what is the mean utilisation during stock steps, in %? Without a GPU: that of the CPU cores.
 
 # %%
 my_utilization: float | None = None  # 0 to 100
@@ -382,10 +381,10 @@ lab.verdict("A1.stock.utilization")
 #
 # **Question.** Can every millisecond of a step be given to one cause?
 #
-# **Technique.** Several things happen at once, so it takes a rule. A moment belongs to the first of these that is true: a
+# **Technique.** Several things happen at once, so a rule is needed. A moment belongs to the first of these that is true: a
 # *kernel* runs; a *copy* runs; the host waits for *data*; it waits for the GPU, *sync*; it is inside a *launch* call; it
-# does anything else, *host*. Each is a set of intervals. So join the sets one after the other: what the union grows by is
-# the next cause's own time.
+# does anything else, *host*. Each is a set of intervals. Join the sets one after the other: a cause's own time is what it
+# adds to the union.
 
 
 # %%
@@ -445,9 +444,8 @@ plt.show()
 lab.verdict("A1.overheads.host", "A1.stock.data", "A1.stock.launches")
 
 # %% [markdown]
-# Profiling stretches the host's time. In the recording of section 3 the step took 1.6 times as long; without its data,
-# 1.8 times. The second bar takes that out again: kernels as recorded, the wait for data as timed, the rest in the recorded
-# proportions.
+# Profiling stretches the host's time. The second bar takes that out again: kernels as recorded, the wait for data as timed,
+# the rest in the recorded proportions.
 #
 # **Takeaway.** A GPU idles in two ways. Four long gaps a step wait for images: lab 03. Thousands of tiny ones wait for the
 # next launch: lab 04.
@@ -528,8 +526,8 @@ lab.table(("phase", "waits a step", "ms, profiled"), *rows)
 
 # %% [markdown]
 # On the H200 both witnesses count 17: eight copies, eight losses, and one read of `found_inf`, by which `GradScaler` learns
-# whether a gradient overflowed. In the recording of section 3 they took 1.7 of 861 ms. Where it waits, that host is not
-# ahead of the GPU. So a wait costs it next to nothing.
+# whether a gradient overflowed. They took about 2 ms of a profiled step. The host was not ahead of the GPU, so waiting cost
+# it next to nothing.
 #
 # **Takeaway.** A wait costs the lead that the host has over the GPU. In the stock loop it has none. Once the loop is tuned,
 # it has.

@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU with two cores | ½ minute |
 # | `small` | a GPU of 8 GB | 2 minutes |
-# | `full` | a GPU of 40 GB | 3 minutes on an H200, 5 where the host is busy |
+# | `full` | a GPU of 40 GB | 5 minutes |
 #
 # Every scale reads the same 1080 × 1080 PNG files; only the model shrinks. Without a GPU, training and workers share the cores.
 
@@ -223,7 +223,8 @@ lab.table(
 )
 
 # %% [markdown]
-# Fitted to two of them, the formula gives the others within 5 %, but for eight workers. At one worker $r/w$ and $c$ nearly
+# The formula is fitted to two of these times. It gives the others within 5 %, except at eight workers. At one worker $r/w$ and
+# $c$ nearly
 # meet, and a real queue of uneven batches does a little worse than both. Nothing in the formula rises to the right: what
 # slows down eight workers is not in it.
 #
@@ -302,7 +303,7 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 #   smallest number on it.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough. What
-# remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 504 to 1,156 ms on the same
+# remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on the same
 # kind of GPU. $r$ and $c$ both belong to the host, so the *ratio* is what a second machine may share.
 #
 # **Takeaway.** Take the fewest workers with $r/w \le c$. What is left to gain then lies in $c$.
@@ -515,10 +516,9 @@ with lab.attempt("Pinned memory in the loop"):
 lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
-# Two things change. The copies hold the host for less time, and the wait for data falls, since a pinning thread takes batches
-# from the workers. In our earlier records that was 2.6 to 0.3 ms and 19.4 to 0.9 ms, together 4 % of a step of 474 ms. The
-# step stayed the same all the same. On a busier host it got 23 % slower. A likely cause, which nobody tested: the pinning
-# thread belongs to the training process, and competes with the loop for Python's interpreter.
+# Two things change. The copies hold the host for less time. The wait for data falls, since a thread of the training process
+# takes batches from the workers and pins them: from 19 to 1 ms a step on our H200. That is 3 % of the step, less than its
+# rounds differ by. So the table's interval shows no gain.
 #
 # **Takeaway.** Pinned *and* non-blocking frees the host from the copy. Find out first who copies, how large the copy's share of
 # your step is, and how long the loop waits to take a batch.

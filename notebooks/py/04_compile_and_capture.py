@@ -34,7 +34,7 @@
 # |---|---|---|
 # | `tiny` | any CPU; a C++ compiler for section 1 | 1 minute |
 # | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 40 GB | 7 minutes, four of them compiling |
+# | `full` | a GPU of 40 GB | 10 minutes, five of them compiling |
 #
 # A CPU has no launches to save. It climbs fewer rungs, and shows our H200's beside its own.
 
@@ -95,8 +95,8 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # there and back, and measures the stock loop at both ends: what the two differ by is noise. While *compile* takes its first
 # step, nothing else compiles. `labutils/training/benchmark.py` is the code.
 #
-# Start the cell and read on. It takes half a minute on a CPU, and six minutes on an H200. On a CPU the UNet is not compiled,
-# which would take another half minute and gain nothing.
+# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. On a CPU the UNet is
+# not compiled, which would take another half minute and gain nothing.
 
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:
@@ -110,7 +110,8 @@ with Benchmark(lab.workload("sd15-lora")) as bench:
 # **Question.** What does `torch.compile` gain a step, and when has its long first step paid?
 #
 # It traces the Python code once, merges chains of small operations into single kernels, and builds those. All of that
-# happens in the first step. Here is a gated block with a norm written out by hand.
+# happens in the first step. Here is a gated block with a norm written out by hand. A merged kernel reads and writes each
+# number once, where the chain does so at each operation.
 
 
 # %%
@@ -158,7 +159,7 @@ with lab.attempt("compiling a block"):
 # shape share their code. This lab gave the compiler an empty cache. The second start of your script finds its code in the
 # cache on disk, and compiling pays sooner.
 #
-# **Your prediction:** the H200 launches some 23,500 kernels a step, and 16,500 once the UNet is compiled. If the host sets the
+# **Your prediction:** the H200 launches some 23,500 kernels a step, and 16,400 once the UNet is compiled. If the host sets the
 # pace, time falls as launches do. How many times as fast is the compiled step?
 
 # %%
@@ -173,9 +174,9 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# Kernel time is the GPU's, and the same beside any host: 156 ms a step, 130 compiled. The step itself is the host's: the
-# stock loop has taken from 504 to 1,156 ms on the same GPU. So the ratio differs between hosts, too. For the UNet's own $n$,
-# put the two rows into the formula.
+# Kernel time is the GPU's, and the same beside any host: 156 ms a step on the H200, 131 compiled. The step itself is the
+# host's: the stock loop has taken from 777 to 1,450 ms on the same kind of GPU. So the ratio differs between hosts, too. For
+# the UNet's own $n$, put the two rows into the formula.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -419,7 +420,7 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 #
 # `GraphStep` in `labutils/training/step.py` captures four micro-steps, unscaling, clipping, AdamW and the log as one graph.
 #
-# **Your prediction:** the compiled step's kernels take 130 ms on the H200, and the step 214 to 506, by host. How many
+# **Your prediction:** the compiled step's kernels take 131 ms on the H200; the table of section 1 has yours. How many
 # milliseconds does the captured step take?
 
 # %%
@@ -441,7 +442,7 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 # %% [markdown]
 # ## 5 · Kernels that fit the GPU
 #
-# **Question.** The GPU is busy now, and the H200's step still nine times its floor. Which of its work is only there because of
+# **Question.** The GPU is busy now, and the H200's step is still nine times its floor. Which of its work is only there because of
 # how the work is laid out?
 #
 # Tensor cores want the channels of a pixel side by side. `channels_last` stores them so, and the convolution library need
@@ -557,7 +558,7 @@ print("projected gradients: those of the plain layer")
 # %% [markdown]
 # *Merged batch* is one batch of four instead of four of one. You write it in exercise 3.
 #
-# **Your prediction:** the floor of four images without VAE and text encoder is 8.9 ms on the H200; your own stands in the
+# **Your prediction:** the floor of four images without VAE and text encoder is about 9 ms on the H200; your own stands in the
 # table below. How many milliseconds do they take on the last rung?
 
 # %%
@@ -597,13 +598,12 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
 # Of the article's ladder only ratios can be compared: its card is another, and its step may be one image (lab 02). Its
-# utilisation was 85 % in the end. Utilisation overstates busy time: ours read 50 % where kernels ran for 45 %. So its host
-# may have cost it a factor of about 1.2 to 1.3. Hence *same work* gains most beside a
-# slow host and a fast card, and *same mathematics* on any.
+# utilisation was 85 % in the end, so its host cost it a factor of 1 / 0.85 or more. Beside our H200 the host costs far more.
+# Hence *same work* gains most beside a slow host and a fast card, and *same mathematics* on any.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product: attention with 40 numbers a
 # head fills part of a tile, normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between
-# them, too: about a microsecond between two kernels of a graph, 1,571 times a step. So GPU-busy stops at 92 %.
+# them, too: about a microsecond between two kernels of a graph, some 1,600 times a step. So GPU-busy stops at 92 %.
 
 # %%
 def kinds(found):

@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | ¼ minute |
 # | `small` | a GPU with FP8 (Ada, Hopper, Blackwell) | 2 minutes |
-# | `full` | the same, 40 GB | 2½ minutes on an H200 |
+# | `full` | the same, 40 GB | 1½ minutes |
 #
 # A CPU computes the same numbers, but not their speed. Weights are random unless you set `weights = "hub"`.
 
@@ -176,7 +176,7 @@ lab.keep(Run("05", "fp8-scaling", tags={"experiment": "fp8-scaling"}, metrics=fo
 lab.verdict("A2.fp8.scale")
 
 # %% [markdown]
-# −44.8 is no number of E4M3, it became −44: 1.8 % off. How precise must $S$ be? From here an error is a *relative error*,
+# E4M3 has no −44.8: it became −44, which is 1.8 % off. How precise must $S$ be? From here an error is a *relative error*,
 # $\lVert\hat x - x\rVert / \lVert x\rVert$.
 #
 # **Prediction.** By what factor may $S$ be *too small* before the error of normally distributed numbers doubles?
@@ -247,7 +247,7 @@ lab.choose(draw, {"power": range(-16, 7)});
 # **Question.** A tensor's own AMAX takes two readings: one to find it, one to cast. The article's recipe, *delayed scaling*,
 # takes the AMAX from a history of past steps and reads once. The article trusts that tensors change slowly. What if not?
 #
-# **Technique.**
+# **Technique.** A queue of the last AMAX values; the largest of them gives the scale.
 
 
 # %%
@@ -668,8 +668,8 @@ for name, build in models.items():
 # %% [markdown]
 # In FP8 the number of scales hardly matters: 3.7 % nearly everywhere, since each number brings its own exponent. INT8 has one
 # step size for a tensor: better than FP8 on even tensors, worse on outliers. *o_proj* and *lm_head* saw no planted outlier.
-# *down_proj* has some of its own: its input is a product of two activations. That rows look better with outliers is our doing:
-# the outlier is each row's maximum, which 448 holds exactly.
+# *down_proj* has some of its own: its input is a product of two activations. Rows look better with outliers only because of
+# how we planted them: the outlier is each row's maximum, which 448 holds exactly.
 #
 # From which size of outlier on is INT8 worse? One layer, three of 1,024 channels made larger:
 
@@ -686,7 +686,7 @@ for sigma in (1, 5, 10, 20, 50, 100):
     )
 
 # %% [markdown]
-# From about 5 sigma on. Trained models have outliers of 20 and more.
+# Between 5 and 10 sigma INT8 falls behind. Trained models have outliers of 20 and more.
 #
 # Too few scales cost FP8 *range*, not precision: gradients far below the tensor's largest become 0 (*flushed*). E5M2 keeps them,
 # with double the rounding error. A scale for each row keeps nearly all of them, because a row is one token. So this course's
@@ -702,7 +702,7 @@ for sigma in (1, 5, 10, 20, 50, 100):
 # **Question.** Blackwell's tensor cores multiply formats with a scale for each block. What do they cost and hold?
 #
 # **Technique.** MXFP8: E4M3, and for each 32 neighbours a power of two in 8 bits. NVFP4: eight magnitudes, and for each 16
-# neighbours a scale in E4M3. (A further scale for the tensor is left out here.)
+# neighbours a scale in E4M3. A further scale for the tensor is left out here.
 
 # %%
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # the magnitudes of E2M1

@@ -82,8 +82,6 @@ def test_every_claim_and_untested_statement_says_what_was_published_and_why():
         assert all(line["statement"] and line["reason"] for line in article.untested)
 
 
-
-
 def test_every_claim_selects_a_run_of_the_reference_or_says_why_not(reference):
     for one in EVERY.values():
         missing = [tags for tags in one.runs.values() if not reference.select(one.lab, **tags)]
