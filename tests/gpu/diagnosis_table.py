@@ -195,9 +195,10 @@ def told(runs: Runs) -> str:
         script, (first, *_) = run.tags["script"], [*run.metrics["gains"], "nothing"]
         by_hand = {f.tags["fix"]: f.metrics["by_hand"] for f in fixes if f.has(script=script)}
         best = max(by_hand, key=by_hand.__getitem__, default="not measured")
-        near = first in by_hand and by_hand[first] >= by_hand[best] - NEAR
-        said = f"{run.metrics['proposed']} fixes proposed, first {first}; best by hand: {best}"
-        lines += [f"{script}: {said}{'' if near or not by_hand else ' (NOT the first)'}"]
+        near = first not in by_hand or by_hand[first] >= by_hand[best] - NEAR
+        known = first if first in by_hand else f"{first}, which has no edit"
+        said = f"{run.metrics['proposed']} fixes proposed, first {known}; best by hand: {best}"
+        lines += [f"{script}: {said}{'' if near else ' (NOT the first)'}"]
     for run in runs.select(what="overhead"):
         lines += [f"watching {run.tags['script']} takes {_percent(run, 'overhead')} of a step"]
     return "\n".join(lines)
