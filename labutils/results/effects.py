@@ -117,7 +117,8 @@ def effect(base: Run, changed: Run, twice: Twice = None, metric: str = "step_ms"
     """
     ratio, pairs = _ratio(base, changed, metric)
     samples = _samples(base, metric)
-    beside = samples and twice and twice[0].comparison != base.comparison  # timed by hand
+    # Timed by hand, beside another comparison.
+    beside = twice and twice[0].comparison != base.comparison and metric.endswith(TIMES)
     clock = "step_ms" if beside else metric
     again = bool(twice) and all(
         _numbers(run, "round") and len(_samples(run, clock)) >= FEWEST_SAMPLES for run in twice

@@ -170,9 +170,10 @@ def test_the_noise_floor_withholds_and_an_unsteady_machine_says_nothing_of_time(
 
 
 def test_a_busy_machine_says_nothing_of_time_after_one_round_or_by_hand():
-    """Lab 03's records at tiny on two cores, with two busy processes beside it."""
-    runs = read_runs(Path(__file__).with_name("busy_lab03.jsonl"))
-    for found in judges.judge_all(["A1.workers.data-time", "A4.pytorch.persistent"], runs):
+    """Records of labs 03 and 10 at tiny on two cores, with two busy processes beside them."""
+    runs = read_runs(Path(__file__).with_name("busy_labs.jsonl"))
+    timed = ("A1.workers.data-time", "A4.pytorch.persistent", "A4.environment.threads")
+    for found in judges.judge_all(timed, runs):
         assert found.verdict == INCONCLUSIVE and "nsteady" in found.why
 
 
