@@ -84,7 +84,8 @@ def switches(scale: str) -> dict[str, Recipe]:
 
 def flipped(workload: Workload, rounds: int | None = None) -> dict[str, Run]:
     """Name -> run of every switch, "base" twice: time, and `peak_gb` of a step; and "advice": how
-    many were `tried`, and how many don't surely shorten it (`left_alone`).
+    many were `tried`, how many don't surely shorten it (`left_alone`), and on a steady machine how
+    many surely `lengthen` it.
 
     On a GPU the peak is the allocator's, on a CPU one step of tensors is recorded. A switch that
     the device can't tell from one above it is left out.
@@ -96,8 +97,10 @@ def flipped(workload: Workload, rounds: int | None = None) -> dict[str, Run]:
         for name, candidate in bench.candidates.items():
             peak = runs[name].metric("peak_allocated_gb")
             runs[name].metrics["peak_gb"] = peak or peak_gb(candidate.trainer)
-    effects = [one for one in effects_of(runs.values()).values() if one]
+    effects = [one for name, one in effects_of(runs.values()).items() if one and name != AGAIN]
     left = {"tried": len(effects), "left_alone": sum(one.direction >= 0 for one in effects)}
+    if not any(one.unsteady for one in effects):
+        left["lengthen"] = sum(one.direction > 0 for one in effects)
     runs["advice"] = Run("09", "advice", metrics=left, tags={"experiment": "advice"})
     return runs
 
