@@ -69,10 +69,9 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     load_libraries(workload.device.type)
     torch._dynamo.reset()  # compiled code keeps the models that it was made for
     forget_scales()
-    recipes = cells(methods, batch)
-    recipes.popitem()  # the second time
+    recipes = {f"{name} b{batch}": method(name, batch) for name in methods}
     tags = {"experiment": "methods", "batch": batch}
-    by_run = {f"{name} b{batch}": tags | {"method": name} for name in methods}
+    by_run = {run: tags | {"method": name} for run, name in zip(recipes, methods, strict=True)}
     compiler = {name: Compilation() for name in recipes}
     # Trainers side by side share the 8 variants that PyTorch allows a function.
     more = torch._dynamo.config.patch(recompile_limit=16)
@@ -130,8 +129,7 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
     torch._dynamo.reset()
     run = Run("", "", workload="llava-lora, counted", scale=workload.scale)
     run.samples["recompilations"] = by_step
-    run.metrics = compiled.metrics()
-    run.metrics["further_image_token_counts"] = len(image_tokens) - 1
+    run.metrics = compiled.metrics() | {"further_image_token_counts": len(image_tokens) - 1}
     return run
 
 
