@@ -401,7 +401,7 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 # %% [markdown]
 # ## 4 · What 4 bits alone cost
 #
-# **Question.** Lab 06's step got 18 % longer with 4-bit weights, and the article blames dequantising. How long does that take?
+# **Question.** Lab 06's step got longer with 4-bit weights. The article blames dequantising. How long does that take?
 #
 # **Technique.** Restoring $n$ weights reads 4.127 bits each and writes 16. Bytes over bandwidth:
 #
@@ -493,10 +493,9 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# One rule holds in both labs: the slower of GPU and host decides. On full rows restoring costs the GPU its bytes, 4 % of the H200's
-# step. But 4 bits made this step 14 % longer, between 6 and 18 by round: here the host hardly keeps up, for which a 4-bit layer is
-# several launches and more Python. Lab 06's batch of 1 waits for the host altogether: 118 ms beside the H200, for 672 calls of such
-# layers.
+# One rule holds in both labs: the slower of GPU and host decides. On full rows restoring costs the GPU its bytes, 4 % of the
+# H200's step. But 4 bits made this step 14 % longer, interval 6 to 18. The host is a suspect: a 4-bit layer is several
+# launches and more Python. At lab 06's batch of 1 this host needs 118 ms more, for 672 calls of such layers.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
@@ -545,7 +544,7 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# A block keeps one input, and nothing else. These copies stop the GPU. The course's `Parking`
+# A block keeps one input and no other byte. These copies stop the GPU. The course's `Parking`
 # (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor while the
 # block behind it is computed.
 #
@@ -564,8 +563,8 @@ lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
 # Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer. Checkpoints made 39 of
-# that. Restoring weights makes 3, by the formula. What is left, 21, this lab does not take apart: between the blocks
-# everything is float32.
+# that. Restoring weights makes 3, by the formula. This lab does not take the other 21 apart. A suspect: between blocks all is
+# float32.
 #
 # QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length.
 # Offloading adds little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7
@@ -765,7 +764,7 @@ columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
-# Both checkpoint their blocks. The difference in memory is the weights' format, and what the casts give back of it. On the
+# Both checkpoint their blocks. 4-bit weights save memory. The casts to float32 take some of it back. On the
 # H200 QLoRA's step took 19 % longer, on the same texts. At `tiny` and `small` the model is the small Qwen3.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
@@ -858,7 +857,7 @@ print(
 # The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not
 # always right, with an adapter or without: reading was learnt before. Random weights can't say how a pretrained model answers.
 #
-# **Takeaway.** A style is cheap: 80 steps and half a percent of the bytes. To change the task, change the adapter.
+# **Takeaway.** A style is cheap: 80 steps and small adapters. To change the task, change the adapter.
 
 # %% [markdown]
 # ## Exercises

@@ -402,9 +402,9 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # Where *kernels* decide, the prediction is hardly more than their sum. That is the easy case. Where the *host* decides, the
 # prediction comes from another step. That is the hard case. On a CPU both add up.
 #
-# The error bar covers only how far the host's speed moved between the two readings. Gaps of a microsecond between kernels, and a
-# host that is slow for a moment in between, come on top. So trust the replay as far as the line under the table says, and not
-# as far as its bar.
+# The error bar covers only how far the host's speed moved between the two readings. If a launch costs the light step more than
+# the real one, the bar doesn't show it. So trust the replay as far as the line under the table says, and not as far as its
+# bar.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
@@ -469,7 +469,7 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # Where launches fall and the kernels' time stays, the gain was the host's. A captured step is the easiest to predict: it lasts
-# as long as its kernels. A CPU gains nothing.
+# as long as its kernels. A CPU captures none.
 #
 # The picture shows two milliseconds of three traced forward passes. The host's row has the profiler's cost in it.
 
@@ -486,7 +486,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The dense model's kernels are long enough to hide its launches, at least without the profiler. In the expert loop each kernel
+# On long texts the dense model's kernels hide its launches, at least without the profiler. In the expert loop each kernel
 # waits for its launch. The host launches nothing in a captured step but its graph.
 #
 # **Takeaway.** Fewer launches need no new card.
@@ -565,9 +565,9 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The curves are not fitted to the points. The last column says how far they miss. Where kernels hide the launches, a
-# curve is flat at first. Left of its crossing with a level this card wins. Right of it, with the very same kernels, it
-# loses. That is one way to the article's result.
+# The curves are not fitted to the points. The last column says how far they miss. Where kernels hide the launches, a curve is
+# flat at first. The replay says: left of its crossing with a level this card wins. Right of it, it loses. That is one way to
+# the article's result.
 #
 # **Takeaway.** A fast card with a slow host is a slow card, unless its steps are captured.
 
@@ -614,10 +614,10 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# On paper these cards are up to five times apart. In the expert loop they are nearly equal: all four wait for the same host. A
+# On paper these cards are up to five times apart. In the expert loop the replay has them near equal: all wait for one host. A
 # waiting card draws less than the largest power that the table counts: on the H200 274 W in the loop, 654 captured.
 #
-# **Takeaway.** Where the host decides, a faster card buys nothing.
+# **Takeaway.** Where the host decides, a faster card buys little.
 
 # %% [markdown]
 # ## 8 · The article's own models

@@ -164,7 +164,7 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 # %% [markdown]
 # Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down, which partly averages out.
 # *Underflow* loses small numbers, always towards 0. In this network it hits the gradients of activations. Those of weights are
-# sums of what is left: hardly ever 0, but off by a fifth. BF16 has float32's range and needs no scaler, but it stores 7 bits of
+# sums of what is left: hardly ever 0, but far off. BF16 has float32's range and needs no scaler, but it stores 7 bits of
 # mantissa where FP16 stores 10.
 #
 # **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
@@ -363,9 +363,9 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Accumulation tells who sets the pace. On the H200 one example takes 107 ms, eight together 112. The extra seven cost 5 ms:
-# the step is the host launching kernels, as many for one example as for eight. On such a loop checkpointing is paid in
-# launches: every recomputed kernel has to be launched again. Accumulation launches everything eight times.
+# Accumulation tells who sets the pace. On the H200 one example takes 107 ms, eight together 112. The extra seven vanish in the
+# noise: the host launches as many kernels for one example as for eight. Checkpointing cost 72 %, above the arithmetic's 50. A
+# likely reason: the host has to launch the forward pass again. Accumulation launches everything eight times.
 #
 # *Selective* checkpointing keeps the results of products, so it computes less a second time. It was slower all the same. The
 # likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its result. A
@@ -414,11 +414,11 @@ print(f"{tried} switches tried, {left} don't surely shorten the step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# First look at *base again*, then at the intervals. An interval around 0 says that the switch matters less than the noise. A
+# First look at *base again*, then at the intervals. One that lies within that row's says nothing, even without a 0 in it. A
 # table without that row can't tell. An earlier one of ours gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update
 # only a thousandth of the weights.
 #
-# Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them, and no time.
+# Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change: removing one bottleneck
 # exposes the next.

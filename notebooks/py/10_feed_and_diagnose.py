@@ -136,8 +136,7 @@ decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.it
 
 # %% [markdown]
 # A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. Neither
-# decodes PNG on the GPU, the format of article A1's dataset. The course installs neither library. Where they are installed,
-# these cells run.
+# decodes PNG, the format of article A1's dataset, on the GPU. Where a library is installed, its cell runs.
 
 # %%
 with lab.attempt("JPEG decoded by the GPU", experiment="decode", format="JPEG", on_gpu=True):
@@ -307,10 +306,10 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. So the points without
-# workers lie on their line if $c$ is the same for all forms, and the points with workers test the law. Left of a line's bend
-# the step takes $c$, and work on the data path gains nothing. Right of it the step waits. The lines know your number of
-# cores: on two, workers and training compete.
+# Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. The points without
+# workers lie on their line if $c$ is the same for all. Those left of the bend test the flat part only. Left of a line's bend
+# the step takes $c$, and work on the data path gains nothing. Right of it the step waits. The lines know your number of cores:
+# on two, workers and training compete.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
