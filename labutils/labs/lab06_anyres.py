@@ -69,7 +69,8 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     load_libraries(workload.device.type)
     torch._dynamo.reset()  # compiled code keeps the models that it was made for
     forget_scales()
-    recipes = {f"{name} b{batch}": method(name, batch) for name in methods}
+    recipes = cells(methods, batch)
+    recipes.popitem()  # the second time
     tags = {"experiment": "methods", "batch": batch}
     by_run = {run: tags | {"method": name} for run, name in zip(recipes, methods, strict=True)}
     compiler = {name: Compilation() for name in recipes}
@@ -127,10 +128,9 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
                 trainer.step(iter([batch]))
                 by_step.append(compiled.recompilations - before)
     torch._dynamo.reset()
-    run = Run("", "", workload="llava-lora, counted", scale=workload.scale)
-    run.samples["recompilations"] = by_step
-    run.metrics = compiled.metrics() | {"further_image_token_counts": len(image_tokens) - 1}
-    return run
+    metrics = compiled.metrics() | {"further_image_token_counts": len(image_tokens) - 1}
+    found = {"samples": {"recompilations": by_step}, "metrics": metrics}
+    return Run("", "", workload="llava-lora, counted", scale=workload.scale, **found)
 
 
 # Any shape, and fast

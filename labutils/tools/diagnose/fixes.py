@@ -90,8 +90,9 @@ def together(e: Evidence, fixes: Sequence[Fix], worth: float) -> Fix | None:
 
 HAND_OVER_MS, HAND_OVER_MS_PER_MB, HAND_OVER_MOST_MB = 1.0, 1.3, 3.0
 """What a batch that a worker has ready costs training: taking it, and touching its shared memory
-for the first time. 3 MB took 6 ms on a virtual machine of two cores, and 5 on an H200's host. More
-take no longer: 10 to 40 MB took 1 to 5 ms there, and 19 MB less than 4 on an H100's host."""
+for the first time. 3 MB took 6 ms on a virtual machine of two cores, and 5 on an H200's host.
+Larger batches took no longer: 1 to 5 ms for 10 to 40 MB on the first, less than 4 for 19 MB on an
+H100's host."""
 MOST_WORKERS = 16
 NEARLY = 0.03
 """Of two numbers of workers the smaller is proposed where its step is hardly longer."""
