@@ -293,15 +293,15 @@ class Lab:
     def done(
         self,
         truths: Mapping[str, float | None] | None = None,
-        h200: Mapping[str, float | None] | None = None,
+        ours: Mapping[str, float | None] | None = None,
     ) -> None:
         """Score the predictions against `truths` (topic -> measured value), and mark the lab as
-        done. A topic that this machine couldn't measure is scored against our GPU's value, `h200`.
+        done. A topic that this machine couldn't measure is scored against our GPU's value, `ours`.
         """
         rows = [("prediction", "you", "measured", "off by")]
         here, there = (
             {topic: truth for topic, truth in (known or {}).items() if truth is not None}
-            for known in (truths, h200)
+            for known in (truths, ours)
         )
         card = _card(self.references()) if there else ""
         for topic, truth in (there | here).items():

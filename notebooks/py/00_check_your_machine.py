@@ -304,7 +304,7 @@ plots.roofline(plt.gca(), roofs, operations);
 # **Your prediction:** how many times as fast are 5 heads of 128 as 16 of 40? If exponentials take all the time: 16 / 5.
 
 # %%
-my_wide_heads = None  # times faster, 5 heads of 128 against 16 of 40; exponentials: 16 / 5
+my_wide_heads = None  # times as fast
 lab.predict("attention with wide heads is faster", my_wide_heads, "x")
 
 # %%
@@ -594,5 +594,5 @@ lab.done(
         "attention with wide heads is faster": attention[40] / attention[128],
         factor: machine.metric("module_factor"),
     },
-    h200={factor: ours.metric("module_factor") if ours else None},
+    ours={factor: ours.metric("module_factor") if ours else None},
 )

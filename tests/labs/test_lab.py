@@ -202,7 +202,7 @@ def test_predictions_are_kept_and_scored(lab, capsys):
     lab.predict("step at 0 workers", None, "ms")
     lab.predict("step at 3 workers", 100.0, "ms")
     here = {"best number of workers": 2, "step at 0 workers": 3.0, "step at 3 workers": None}
-    lab.done(here, {"step at 3 workers": 50.0, "best number of workers": 3})
+    lab.done(here, ours={"step at 3 workers": 50.0, "best number of workers": 3})
     kept = read_records(lab.results_dir)
     assert [r["status"] for r in kept] == [*2 * ["prediction"], *2 * ["score"], "done"]
     told = scores_of(kept)[["topic", "measured", "on"]].to_numpy().tolist()
