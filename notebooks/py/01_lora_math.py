@@ -619,7 +619,7 @@ def check_least_rank(answer) -> str:
     known = torch.diag(torch.tensor([3.0, 2.0, 2.0, 1.0, 0.0, 0.0]))  # squares: 9 + 4 + 4 + 1
     if answer(known, 0.5) is None:
         return "Exercise 2: fill in least_rank first."
-    for tolerance, rank in ((1.0, 0), (0.71, 1), (0.53, 2), (0.52, 3), (0.23, 4), (0.0, 4)):
+    for tolerance, rank in ((1.0, 0), (0.71, 1), (0.53, 2), (0.52, 3), (0.23, 4), (0.001, 4)):
         if (got := answer(known, tolerance)) != rank:
             return f"Exercise 2: not yet. At a tolerance of {tolerance} it gave {got}; rank {rank} will do."
     falling = answer(targets["gradually falling ones"], 0.2)

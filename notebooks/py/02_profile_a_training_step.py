@@ -585,13 +585,14 @@ writer.close()
 print(f"a value written and flushed: {median(flush_ms):.2f} ms")
 
 # %% [markdown]
-# **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Eight
-# drawn latents a micro-step, instead of one image, let the GPU set the pace here, too, so that a wait can cost. GPU-busy
-# tells whether they did. Two such loops take turns. *Synchronous* reads each loss and flushes each step. *Ring-buffer*
-# keeps losses on the device and writes them later.
+# **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Many drawn
+# latents a micro-step, instead of one image, give the GPU more work for the same launches. Look at GPU-busy first. Far below
+# 85 % the host still sets the pace: then a wait costs nothing, and the speed-up tests nothing. Two such loops take turns.
+# *Every loss is read* also flushes each step. *None is read* keeps losses on the device and writes them later.
 
 # %%
-paced = STOCK.but(micro_batch=8, cache="latents+text")
+images = 24 if lab.scale == "full" else 8
+paced = STOCK.but(micro_batch=images, cache="latents+text")
 recipes = {"every loss is read": paced, "none is read": paced.but(logging="ring-buffer")}
 tags = {name: {"experiment": "gaps", "logging": recipes[name].logging} for name in recipes}
 with lab.attempt("Two gaps where the GPU sets the pace"):
@@ -610,7 +611,7 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # All times of idling and waiting here are profiled ones. The *optimizer wait* is how long the host stood in the scaler's
 # read. Were clipping a synchronisation, the host would stand in the clipping instead. A long wait in the read means that
 # the host was ahead. Then the GPU still has work during the clipping. It idles behind the read, while the host launches
-# AdamW.
+# AdamW. A wait near zero means that the host was not ahead: the GPU idles all through the step, in the clipping as elsewhere.
 #
 # **Takeaway.** A trace shows where the host *was* during a gap. That need not be *why* the GPU had nothing to do. Test a
 # suspect alone before you blame it.
