@@ -408,9 +408,9 @@ with lab.attempt("The launches of a module"):
 lab.keep(machine);
 
 # %% [markdown]
-# The model is tiny, so the GPU never holds up the host: what you time is the host. This is the second constant. Lab 02 counts
-# a real step's kernels, and predicts the host's time from both: **kernels × a module's launch**. Hosts differ, so use your
-# own.
+# The model is tiny, so the GPU never holds up the host: what you time is the host. This is the second constant. It depends on
+# the host and on the kind of module. Lab 02 measures it again, on a small copy of its own loop, and predicts a real step's
+# host time: **kernels × a module's launch**.
 #
 # If that is longer than the kernels themselves take, the GPU waits, and the step is **launch-bound**. A faster card won't
 # shorten it. Article A3 found this with a profiler: on a mixture-of-experts model its host was the limit, and the slower

@@ -306,13 +306,13 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 # 0.6 %. Is it?
 #
 # Lab 00 says to look at the bytes as well. Forward, an adapter reads $x$, reads $y$ and writes their sum. Backward it reads the
-# gradient twice, reads $x$ again, and adds to the gradient of $x$. That makes $8nd$ numbers, whatever the rank. Take two
-# bytes a number and the frozen layer's time: the share added is at least **4 · ridge / d**; in fp32, double it. An H200's
-# ridge in lab 00 is 189 FLOP per byte, so that is 18 % at 4,096.
+# gradient twice, reads $x$ again, and adds to the gradient of $x$. That makes $8nd$ numbers, whatever the rank. Take two bytes
+# a number and the frozen layer's time: the share added is at least **4 · ridge / d**; in fp32, double it. An H200's ridge in
+# lab 00 is close to 190 FLOP per byte, so that is about 18 % at 4,096.
 #
 # That is a fused layer's price. Our class writes each product first and adds it afterwards, in both directions: $12nd$, or
-# 28 %. A cache makes it less, thin products that miss their floor make it more. `torch.addmm(y, h, B.T)` saves two of the
-# twelve.
+# about 28 %. A cache makes it less, thin products that miss their floor make it more. In place, `y.addmm_(h, B.T)` saves two of
+# the twelve.
 #
 # **Your prediction:** by how many percent does LoRA of rank 8 lengthen the wider layer's time here?
 
@@ -354,8 +354,8 @@ def floors_ms(n, d, size, floor_ms):
 
 # %% [markdown]
 # **Measurement.** All take turns, nine rounds. Each round gives one ratio to the frozen layer, and the last column is their
-# median. The frozen layer takes part twice: what *frozen again* is off 1 is noise. On a GPU ten passes at a time are
-# replayed from a CUDA graph, so that the host doesn't count. The narrow layer is SD1.5's.
+# median. The frozen layer takes part twice: what *frozen again* is off 1 is noise, and a smaller difference decides nothing. On
+# a GPU ten passes at a time are replayed from a CUDA graph, so that the host doesn't count. The narrow layer is SD1.5's.
 
 # %%
 cost = []

@@ -299,10 +299,10 @@ print(f"host: {kernels:,.0f} x {host_us:.1f} us = {host_ms:.0f} ms, GPU: {gpu_ms
 print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {formula_ms:.0f} ms")
 
 # %% [markdown]
-# Reading images, launching kernels: the host does both, one after the other, while the GPU runs kernels. A kernel
-# inside a module costs the host several times a bare launch, because Python, autograd and autocast take part: lab 00's
-# second constant. On a CPU an operator also does its work in that time. The real network's operators are larger, so there
-# the formula may say too little.
+# Reading images, launching kernels: the host does both, one after the other, while the GPU runs kernels. A kernel inside a
+# module costs the host several times a bare launch, because Python, autograd and autocast take part. It is lab 00's second
+# constant, measured anew: this loop's modules differ from lab 00's. On a CPU an operator also does its work in that time. The
+# real network's operators are larger, so there the formula may say too little.
 #
 # **Your prediction:** how many ms does an optimizer step take? Take the formula's number, or correct it.
 
@@ -322,10 +322,10 @@ lab.show([lab.keep(stock)], names | {"floor_ms": "floor, ms"}, experiment="stock
 lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 
 # %% [markdown]
-# Why not a bare launch? At about 5 µs, the 24,000 launches of a step take 120 ms, less than the H200's kernels themselves,
-# 156 ms. Then the formula would say: data and 156 ms. Look in the table how much of the step that misses. Dividing the rest
-# of the measured step by its kernels is no prediction. Only a constant measured elsewhere tests the formula, such as the
-# small loop's.
+# Why not a bare launch? On our H200s' hosts one took 5 to 7 µs. The 24,000 launches of a step would then take 120 to 170 ms,
+# about what the kernels themselves take. So the formula would say: data, and some 160 ms. Look in the table how much of the
+# step that misses. Dividing the rest of the measured step by its kernels is no prediction. Only a constant measured elsewhere
+# tests the formula, such as the small loop's.
 #
 # The *floor* is the time that the step's arithmetic needs at the GPU's measured rate. Hosts differ: 777 to 1,450 ms for this
 # step on the same kind of GPU.
@@ -526,11 +526,11 @@ lab.table(("phase", "waits a step", "ms, profiled"), *rows)
 
 # %% [markdown]
 # On the H200 both witnesses count 17: eight copies, eight losses, and one read of `found_inf`, by which `GradScaler` learns
-# whether a gradient overflowed. They took about 2 ms of a profiled step. The host was not ahead of the GPU, so waiting cost
-# it next to nothing.
+# whether a gradient overflowed. Look at their time in the table: about 2 ms of a profiled step there. The host was not ahead of
+# the GPU, so waiting cost it next to nothing.
 #
-# **Takeaway.** A wait costs the lead that the host has over the GPU. In the stock loop it has none. Once the loop is tuned,
-# it has.
+# **Takeaway.** A wait costs the lead that the host has over the GPU. In our H200's stock loop it has almost none. A loop whose
+# GPU is the limit has one: the next section's.
 
 # %% [markdown]
 # ## 8 · The two gaps that remain
@@ -588,7 +588,7 @@ print(f"a value written and flushed: {median(flush_ms):.2f} ms")
 # **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Many drawn
 # latents a micro-step, instead of one image, give the GPU more work for the same launches. Look at GPU-busy first. Far below
 # 85 % the host still sets the pace: then a wait costs nothing, and the speed-up tests nothing. Two such loops take turns.
-# *Every loss is read* also flushes each step. *None is read* keeps losses on the device and writes them later.
+# *Synchronous* reads each loss and flushes each step. *Ring-buffer* keeps losses on the device and writes them later.
 
 # %%
 images = 24 if lab.scale == "full" else 8
@@ -612,6 +612,9 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # read. Were clipping a synchronisation, the host would stand in the clipping instead. A long wait in the read means that
 # the host was ahead. Then the GPU still has work during the clipping. It idles behind the read, while the host launches
 # AdamW. A wait near zero means that the host was not ahead: the GPU idles all through the step, in the clipping as elsewhere.
+#
+# On our H200 the host stood in the read for 25 ms, and the GPU idled for 0.2 ms in the clipping, and for 8 ms behind the
+# read.
 #
 # **Takeaway.** A trace shows where the host *was* during a gap. That need not be *why* the GPU had nothing to do. Test a
 # suspect alone before you blame it.

@@ -209,8 +209,8 @@ for workers in (0, 1, 2):
 assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w in range(13))
 
 # %% [markdown]
-# A measured time above the formula has three causes. Workers slow each other down. Other programs use the same cores. Taking a
-# ready batch costs milliseconds, too.
+# A measured time above the formula can have three causes. Workers slow each other down. Other programs use the same cores.
+# Taking a ready batch costs milliseconds, too.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.
@@ -256,7 +256,8 @@ lab.predict("speed-up with three workers", my_speedup, "x")
 #
 # **Measurement.** The course's loop (`labutils/training/step.py`) with its own DataLoader (`labutils/data/loader.py`) takes
 # each number of workers in turn, in every round. Batches that workers made ready in a pause are used up untimed. Zero workers
-# come twice in a round: what the two differ by is noise.
+# come twice in a round: what the two differ by is noise. Where the interval of that noise reaches beyond ±3 %, the table says
+# *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks.
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
@@ -302,9 +303,9 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # - **The best number:** intervals that overlap are one plateau. On a plateau, "three is the optimum" is noise; choose the
 #   smallest number on it.
 #
-# Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough. What
-# remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on the same
-# kind of GPU. $r$ and $c$ both belong to the host, so the *ratio* is what a second machine may share.
+# Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
+# formula. What remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on
+# the same kind of GPU. $r$ and $c$ both belong to the host, so the *ratio* is what a second machine may share.
 #
 # **Takeaway.** Take the fewest workers with $r/w \le c$. What is left to gain then lies in $c$.
 
@@ -407,7 +408,7 @@ lab.predict("workers that fit in 64 MiB", my_fit, "workers")
 
 # %% [markdown]
 # **Measurement.** A child process gets a `/dev/shm` of its own of 64 MiB, loads batches with 12 workers, and then mounts 1 GiB
-# and tries again. Nothing that happens to it reaches this notebook. Read it: `labutils/labs/lab03_small_shm.py`, 30 lines.
+# and tries again. Nothing that happens to it reaches this notebook. Read it: `labutils/labs/lab03_small_shm.py`, 50 lines.
 
 # %%
 trials = lab.keep(try_workers(12))
@@ -517,8 +518,8 @@ lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
 # Two things change. The copies hold the host for less time. The wait for data falls, since a thread of the training process
-# takes batches from the workers and pins them: from 19 to 1 ms a step on our H200. That is 3 % of the step, less than its
-# rounds differ by. So the table's interval shows no gain.
+# takes batches from the workers and pins them: from 17 to 1 ms a step on our H200. That is some 3 % of the step. Where rounds
+# differ by more, the table's interval can't show it.
 #
 # **Takeaway.** Pinned *and* non-blocking frees the host from the copy. Find out first who copies, how large the copy's share of
 # your step is, and how long the loop waits to take a batch.
