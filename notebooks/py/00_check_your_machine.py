@@ -36,7 +36,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | half a minute |
 # | `small` | a GPU of 8 GB | 1 minute |
-# | `full` | a GPU of 40 GB | 1.5 minutes |
+# | `full` | a GPU of 40 GB | 1 minute |
 #
 # You need no network and no model: everything is single operations on random numbers. Without a GPU you measure your
 # CPU. Cells that need a GPU say so and are skipped. Where our H200 has run the same cell, you see what it printed.
@@ -219,8 +219,8 @@ print(f"first ten products {rates[0]:.3g} TFLOP/s, in the second half {lasts:.3g
 lab.keep(Run("00", "held", metrics={"tflops": lasts, "dtype": dtype}));
 
 # %% [markdown]
-# A card that draws its full power lowers its clock. A CPU that gets hot does the same. A benchmark of a tenth of a second and
-# one of a minute disagree for this reason alone.
+# A card that draws its full power lowers its clock. A CPU that gets hot does the same. This lab reads neither power nor
+# clock, but that is the likely reason. So a benchmark of a tenth of a second and one of a minute disagree.
 #
 # **Takeaway.** Compute with measured rates. The data sheet's are for comparing data sheets.
 

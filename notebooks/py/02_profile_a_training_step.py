@@ -444,8 +444,8 @@ plt.show()
 lab.verdict("A1.overheads.host", "A1.stock.data", "A1.stock.launches")
 
 # %% [markdown]
-# Profiling stretches the host's time. The second bar takes that out again: kernels as recorded, the wait for data as timed,
-# the rest in the recorded proportions.
+# Profiling stretches the host's time between kernels. The second bar takes that out again: kernels as recorded, the wait for
+# data as timed, the rest in the recorded proportions. Images are read at other moments, so their time may differ either way.
 #
 # **Takeaway.** A GPU idles in two ways. Four long gaps a step wait for images: lab 03. Thousands of tiny ones wait for the
 # next launch: lab 04.
@@ -472,8 +472,8 @@ print(f"{micro_step.path.stat().st_size / 1e6:.2f} MB: {micro_step.path}")
 # the H200's trace, it is that one, else your own machine's. In a trace without a GPU operators stand for kernels. Keys: `w`
 # and `s` zoom, `a` and `d` move, drag to select and count. Exercise 1 asks three questions about it.
 #
-# *Casts and layout* is what autocast costs, and changes between memory layouts. On the H200 it is the largest kind: nearly
-# a third of the kernels' time.
+# *Casts and layout* is what autocast costs, and changes between memory layouts. On the H200 it is the largest kind: some 30 %
+# of the kernels' time.
 #
 # **Takeaway.** Count first, then look: which kernels, how many, how far apart.
 
@@ -588,7 +588,8 @@ print(f"a value written and flushed: {median(flush_ms):.2f} ms")
 # **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Many drawn
 # latents a micro-step, instead of one image, give the GPU more work for the same launches. Look at GPU-busy first. Far below
 # 85 % the host still sets the pace: then a wait costs nothing, and the speed-up tests nothing. Two such loops take turns.
-# *Synchronous* reads each loss and flushes each step. *Ring-buffer* keeps losses on the device and writes them later.
+# *Synchronous* reads each loss and flushes each step. *Ring-buffer* keeps losses on the device and writes them later. In our
+# recorded notebook the second table is of an earlier run with eight images, where the host set the pace.
 
 # %%
 images = 24 if lab.scale == "full" else 8
@@ -613,8 +614,8 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # the host was ahead. Then the GPU still has work during the clipping. It idles behind the read, while the host launches
 # AdamW. A wait near zero means that the host was not ahead: the GPU idles all through the step, in the clipping as elsewhere.
 #
-# On our H200 the host stood in the read for 25 ms, and the GPU idled for 0.2 ms in the clipping, and for 8 ms behind the
-# read.
+# On our H200 the host stood in the read for 25 ms. The GPU idled for 0.2 ms in the clipping, and for 8 ms behind the read. The
+# ring buffer's loop stood there for 2 ms only, and its GPU idled as long: its host waits earlier, before the next batch.
 #
 # **Takeaway.** A trace shows where the host *was* during a gap. That need not be *why* the GPU had nothing to do. Test a
 # suspect alone before you blame it.

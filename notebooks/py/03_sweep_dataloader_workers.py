@@ -298,8 +298,8 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 #
 # - **At no workers:** the formula passes through the point, because $r$ and $c$ come from it.
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
-# - **Below the line:** $c$ can contain what reading disturbed, such as the host's caches. A host that got faster
-#   between rounds does not count: the rounds interleave.
+# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 740 ms, and by
+#   *workers 0, again* it would end at 614. Besides, $c$ can contain what reading disturbed, such as the host's caches.
 # - **The best number:** intervals that overlap are one plateau. On a plateau, "three is the optimum" is noise; choose the
 #   smallest number on it.
 #
