@@ -65,7 +65,7 @@ $(STAMP): requirements.txt constraints.txt pyproject.toml
 	@{ $(PIP) --no-compile -r requirements.txt 2>&1; echo "pip ended with $$?"; } | $(SHORTLY)
 	@# On all cores, where pip takes one; without what the course hardly touches. Templates don't compile: || true
 	@$(BIN)/python -m compileall -qq -j 0 -x $(SELDOM) $(VENV)/lib || true
-	@touch $@
+	@touch $@ && echo "Installed."
 
 doctor: install
 	@$(LABUTILS) doctor

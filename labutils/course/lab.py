@@ -288,7 +288,7 @@ class Lab:
             )
         self._predictions[topic] = (float(value), unit)
         self._record(status="prediction", topic=topic, value=value, unit=unit)
-        self.show(f"Kept: you predict {value:g} {unit} for *{topic}*.")
+        self.show(f"Kept: you predict {f'{value:g} {unit}'.strip()} for *{topic}*.")
 
     def done(
         self,
@@ -392,11 +392,12 @@ class Lab:
         self.show(f"**{what}: not on this machine.** {explain(status)}")
         if instead:
             instead()
-        elif printed := recorded.outputs_of(self.number, recorded.source_of_this_cell()):
-            self.show(f"**On our {_card(self.references())} this cell printed:**")
-            recorded.replay(printed)
-        elif tags and (theirs := self.reference(**tags)) and theirs.ok:
-            self.show(_as_markdown(theirs))
+        elif not (theirs := self.reference(**run.tags)) or theirs.ok:  # else skipped there, too
+            if printed := recorded.outputs_of(self.number, recorded.source_of_this_cell()):
+                self.show(f"**On our {_card(self.references())} this cell printed:**")
+                recorded.replay(printed)
+            elif theirs:
+                self.show(_as_markdown(theirs))
 
     # ------------------------------------------------------------------------------ what it shows
 

@@ -28,12 +28,7 @@ from torch.utils.checkpoint import (
 Run = Callable[[Tensor], Tensor]
 
 aten = torch.ops.aten
-PRODUCTS = (
-    aten.mm.default,
-    aten.bmm.default,
-    aten.addmm.default,
-    aten.convolution.default,
-)
+PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.convolution.default)
 """Beside attention, what takes nearly all of a block's time. Their results are worth keeping."""
 THIN = 32
 """Products over fewer numbers are a low-rank adapter's: the result is as large as a wide one's, and

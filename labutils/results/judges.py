@@ -356,7 +356,7 @@ def fails(claim: Claim, runs: Runs) -> Judgement:
         here = "not cured" if cure else "fails without the cause too"
         return Judgement(claim, REFUTED, here, first)
     here = "cured" if cure else "fails only with it" if controlled else "fails"
-    return Judgement(claim, CONFIRMED, here, first)
+    return Judgement(claim, CONFIRMED, here, "" if cure else first)
 
 
 def _failure(run: Run) -> str | None:

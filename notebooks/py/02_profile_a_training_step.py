@@ -18,9 +18,9 @@
 # %% [markdown]
 # # Lab 02 · Profile a training step
 #
-# Article A1 runs a public LoRA training script and finds the GPU busy for less than half of the time. It profiles the
-# script and names two bottlenecks, then removes them. Two small gaps remain, each with a cause. Here you repeat the
-# diagnosis, and test the causes.
+# Article A1 runs a public LoRA training script and finds the GPU busy for less than half of the time. It profiles the script
+# and names two bottlenecks, then removes them. Two small gaps remain, and the article names a cause for each. Here you repeat
+# the diagnosis, and test the causes.
 #
 # **After this lab you can**
 # - write the script's training loop in 25 lines, and name the lines that make the host wait;
@@ -324,8 +324,8 @@ lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 # %% [markdown]
 # Why not a bare launch? On our H200s' hosts one took 5 to 7 µs. The 24,000 launches of a step would then take 120 to 170 ms,
 # about what the kernels themselves take. So the formula would say: data, and some 160 ms. Look in the table how much of the
-# step that misses. Dividing the rest of the measured step by its kernels is no prediction. Only a constant measured elsewhere
-# tests the formula, such as the small loop's.
+# step that misses. You could divide the rest of the measured step by its kernels, but that predicts nothing. A constant tests
+# the formula only if it comes from another loop, such as the small one.
 #
 # The *floor* is the time that the step's arithmetic needs at the GPU's measured rate. Hosts differ: 777 to 1,450 ms for this
 # step on the same kind of GPU.

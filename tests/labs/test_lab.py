@@ -238,7 +238,8 @@ def test_a_failure_is_kept_told_and_survived(lab, reference, capsys, error, stat
 
 
 def test_a_cell_that_cannot_run_shows_what_it_printed_on_our_gpu(tmp_path, monkeypatch):
-    """In a kernel, as a learner meets it; a cell that was edited since shows nothing recorded."""
+    """In a kernel, as a learner meets it; a cell that was edited since, or that our GPU skipped as
+    well, shows nothing recorded."""
     start = (
         "from pathlib import Path\n"
         "from labutils.course.lab import Lab\n"
@@ -250,17 +251,20 @@ def test_a_cell_that_cannot_run_shows_what_it_printed_on_our_gpu(tmp_path, monke
     cell = "with lab.attempt('it'):\n    raise Unavailable('no GPU')"
     printed = nbformat.v4.new_output("stream", text="7 ms\n")
     drawn = nbformat.v4.new_output("display_data", data={"image/png": "iVBORw0KGgo="})
-    done = nbformat.v4.new_code_cell(cell, outputs=[printed, drawn])
-    Results(tmp_path / "h100").append(Run("03", "it", machine={"gpu": "NVIDIA H100 80GB HBM3"}))
-    nbformat.write(nbformat.v4.new_notebook(cells=[done]), tmp_path / "h100" / "03_sweep.ipynb")
-    cells = [nbformat.v4.new_code_cell(code) for code in (start, cell, cell + "  # edited")]
+    codes = (cell, cell.replace("'it'", "'skipped'"))
+    done = [nbformat.v4.new_code_cell(code, outputs=[printed, drawn]) for code in codes]
+    there, card = Results(tmp_path / "h100"), {"gpu": "NVIDIA H100 80GB HBM3"}
+    for run, status in (("it", "ok"), ("skipped", "skipped: no GPU")):
+        there.append(Run("03", run, status=status, tags={"experiment": run}, machine=card))
+    nbformat.write(nbformat.v4.new_notebook(cells=done), tmp_path / "h100" / "03_sweep.ipynb")
+    cells = [nbformat.v4.new_code_cell(code) for code in (start, *codes, cell + "  # edited")]
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     ran = NotebookClient(nbformat.v4.new_notebook(cells=cells), kernel_name="python3").execute()
     outputs = [[o.get("text") or dict(o["data"]) for o in c.outputs] for c in ran.cells[1:]]
     assert outputs[0][-2:] == ["7 ms\n", {"image/png": "iVBORw0KGgo="}]
     assert "On our H100 this cell printed" in str(outputs[0])
-    assert "7 ms" not in str(outputs[1]) and "not on this machine" in str(outputs[1])
+    assert "7 ms" not in (told := str(outputs[1:])) and told.count("not on this machine") == 2
 
 
 def test_what_worked_is_not_recorded_as_failed(lab):

@@ -316,7 +316,7 @@ def test_a_report_is_80_columns_wide_and_a_page_escapes_what_it_is_given():
     tried = {diagnosis.fixes[0].name: trial.Try(0.5, 0.4, 0.6, "the same losses to 0.0%")}
     diagnosis = replace(diagnosis, tries=tried)
     lines = report.text(diagnosis).splitlines()
-    assert max(map(len, lines)) <= 80 and "tried: saves 50% (40 to 60)" in "\n".join(lines)
+    assert max(map(len, lines)) <= 80 and "tried: saves 50% (interval 40 to 60)" in "\n".join(lines)
     assert lines[0].startswith("A step takes ") and "Do first: " in lines[0]
     page = report.page(diagnosis)
     assert "<script" not in page and 'href="https' not in page and "50 % (40 % to 60 %)" in page
