@@ -288,7 +288,7 @@ class Lab:
             )
         self._predictions[topic] = (float(value), unit)
         self._record(status="prediction", topic=topic, value=value, unit=unit)
-        self.show(f"Kept: you predict {f'{value:g} {unit}'.strip()} for *{topic}*.")
+        self.show(f"Kept: you predict {value:g} {unit}".rstrip() + f" for *{topic}*.")
 
     def done(
         self,
@@ -372,8 +372,8 @@ class Lab:
 
         `what` says it in a few words. `tags` are those of the run: the failure is kept as that run.
         What the same cell printed on our GPU is shown instead, or, where that isn't on record, the
-        numbers of our run; or `instead()` shows something better. Ctrl-C is no failure and
-        passes through.
+        numbers of our run, and nothing where our GPU skipped it as well; or `instead()` shows
+        something better. Ctrl-C is no failure and passes through.
         """
         status = ""
         try:
