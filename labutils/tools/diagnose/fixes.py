@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -261,8 +262,9 @@ def compiling(e: Evidence) -> Fix | None:
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Each run of neighbours that a compiler merges becomes one piece, or as many as it has
-    reductions, norms, and half as many as casts and copies: those of weights are next to others by
-    chance. It takes as long as the longest of them, or as all of those together."""
+    reductions, norms, and casts or copies of something else than what was just computed, such as a
+    weight's. It takes as long as the longest of them, or as all of those together. (Of lab 04's
+    23,600 kernels a step it leaves 71 %, and 89 % of their time; the compiler left 70 and 83 %.)"""
     runs = _stretches(pieces, lambda last, piece: not _merge(last, piece))
     return [kernel for run in runs for kernel in _kernels(run)]
 
@@ -278,10 +280,13 @@ def _kernels(run: list[Piece]) -> list[Piece]:
     """What a compiler makes of neighbours that it merges."""
     if len(run) < 2:
         return run
-    heavy, casts = (sum(p.kind in kinds for p in run) for kinds in (HEAVY, (CASTS,)))
-    count = min(len(run), max(1, heavy + casts // 2))
-    summed = sum(piece.ms for piece in run if piece.kind in (*HEAVY, CASTS))
-    ms = max(summed, *(piece.ms for piece in run))
+    apart = [
+        piece
+        for last, piece in pairwise([None, *run])
+        if piece.kind in HEAVY or (piece.kind == CASTS and (not last or last.kind == CASTS))
+    ]
+    count = max(1, len(apart))
+    ms = max(sum(piece.ms for piece in apart), *(piece.ms for piece in run))
     host = sum(piece.host_ms for piece in run) / len(run)
     first = run[0].but(ms=ms / count, host_ms=host)
     kernels = [first, *[first.but(data_ms=0.0, log_ms=0.0)] * (count - 1)]
