@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,7 +161,11 @@ class Rates:
 
     def attention_ms(self, shape: Product, backward: bool) -> float | None:
         """Milliseconds of PyTorch's attention of `count` heads: m queries, n keys, k wide."""
-        return self._ms(shape, "backward" if backward else "forward") if self.here else None
+        forward = self._ms(shape, "attention") if self.here else None
+        if forward is None or not backward:
+            return forward
+        both = self._ms(shape, "attention and its backward pass")
+        return None if both is None else max(0.0, both - forward)
 
     def _ms(self, product: Product, what: str = "product") -> float | None:
         if (what, product) not in self.known:
@@ -177,20 +182,20 @@ SHORT = 2e10
 
 
 def _timed(product: Product, what: str, device: str) -> float | None:
-    """Milliseconds of the device: on a GPU products in a CUDA graph, without launches. None where
-    it can't be tried: it has no such format, or no memory for it."""
+    """Milliseconds of the device: on a GPU in a CUDA graph, without launches. None where it can't
+    be tried: it has no such format, or no memory for it."""
     m, n, k, count = product.m, product.n, product.k, product.count
     if count * (m * k + k * n + m * n) > LARGEST or min(m, n, k, count) < 1:
         return None
     several = 10 if device == "cuda" and product.flops < SHORT else 1
     try:
         with products_as(product.dtype):
-            if what != "product":
-                call, several = _attention(product, what, device), 1
-            else:
-                call = _several(product, several, device)
-                call()
-                call = (cuda.graph_of(call) if device == "cuda" else None) or call
+            make = (
+                _several if what == "product" else partial(_attention, backward=what != "attention")
+            )
+            call = make(product, several, device)
+            call()
+            call = (cuda.graph_of(call) if device == "cuda" else None) or call
             return statistics.median(cuda.timed(call, budget_s=0.02, at_least=3)) / several
     except (RuntimeError, ValueError):
         return None
@@ -216,15 +221,18 @@ def _several(product: Product, several: int, device: str) -> Callable[[], Any]:
     return call
 
 
-def _attention(shape: Product, what: str, device: str) -> Callable[[], Any]:
+def _attention(shape: Product, several: int, device: str, backward: bool) -> Callable[[], Any]:
     sides = (shape.m, shape.n, shape.n)
     q, k, v = (_random(device, shape.dtype, 1, shape.count, side, shape.k) for side in sides)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    if what == "forward":
-        return lambda: attend(q, k, v)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(*inputs)
-    return lambda: torch.autograd.grad(out, inputs, q.detach(), retain_graph=True)
+    inputs = [x.requires_grad_(backward) for x in (q, k, v)]
+
+    def call() -> None:
+        for _ in range(several):
+            out = torch.nn.functional.scaled_dot_product_attention(*inputs)
+            if backward:
+                torch.autograd.grad(out, inputs, q.detach())
+
+    return call
 
 
 def _random(device: str, dtype: str, *shape: int) -> torch.Tensor:

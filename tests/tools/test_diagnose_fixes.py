@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from labutils.profiling.call_stacks import Slice
 from labutils.profiling.products import Product, Rates, product_of
 from labutils.profiling.trace import Trace
+from labutils.results.records import REFERENCE, reference_runs
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources, trial
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
 from labutils.tools.diagnose.step_queue import (
@@ -417,6 +418,15 @@ def test_gains_are_shares_sorted_and_the_budget_is_the_step(evidence):
 def test_a_fitted_queue_never_lasts_longer_than_the_step(queue, step_ms):
     waits = queue.total("data_ms") + queue.total("log_ms")
     assert fitted(queue, step_ms).step_ms <= (1.001 + SPREAD) * (step_ms + waits)
+
+
+def test_compiling_leaves_as_many_kernels_as_were_counted():
+    """In lab 04, of the UNet's step that lab 02 traced."""
+    pieces = queue_of(Trace.read(REFERENCE.parent / "02_micro_step.trace.json.gz")).pieces
+    rungs = reference_runs("04").of_newest_host().select(experiment="ladder")
+    plain, compiled = (rungs.one(rung=rung, again=False) for rung in ("workers", "compile"))
+    counted = compiled.metric("kernels_per_step") / plain.metric("kernels_per_step")
+    assert len(fixes.merged(pieces)) / len(pieces) == pytest.approx(counted, rel=0.05)
 
 
 @settings(max_examples=60, deadline=None)
