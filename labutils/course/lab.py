@@ -456,8 +456,6 @@ class Lab:
             when = " to ".join(dict.fromkeys((days[0], days[-1])))
             where = f"{_card(theirs)}**, scale {theirs[0].scale}, {when}"
             self._show(f"**The same on our {where}:\n\n{text}")
-        else:
-            self._show("*Nothing of this is on record from our GPU yet, to compare with.*")
 
     @staticmethod
     def _show(text: str) -> None:
