@@ -179,7 +179,8 @@ def told(runs: Runs) -> str:
         {"script": run.tags["script"], "fix": run.tags["fix"]}
         | {"predicted": f"{run.metrics['predicted']:.0%}", "--try": _percent(run, "tried")}
         | {"by hand": _percent(run, "by_hand"), "base again": _percent(run, "again")}
-        | {"step off by": f"{run.metrics['off']:+.0%}", "losses": run.metrics["by_hand_losses"]}
+        | {"step off by": f"{run.metrics['off']:+.0%}"}
+        | {"losses": run.metrics["by_hand_losses"].partition(":")[0]}
         for run in fixes
     ]
     lines = [pd.DataFrame(rows).to_string(index=False), ""]
@@ -193,6 +194,9 @@ def told(runs: Runs) -> str:
     lines += [f"{sum(map(_agrees, tried))} of {len(tried)} tries lie within the hand edit's spread"]
     for run in (run for run in runs.select(what="diagnosis") if run.ok):
         script, (first, *_) = run.tags["script"], [*run.metrics["gains"], "nothing"]
+        if not run.metrics["proposed"]:
+            lines += [f"{script}: nothing proposed"]
+            continue
         by_hand = {f.tags["fix"]: f.metrics["by_hand"] for f in fixes if f.has(script=script)}
         best = max(by_hand, key=by_hand.__getitem__, default="not measured")
         near = first not in by_hand or by_hand[first] >= by_hand[best] - NEAR

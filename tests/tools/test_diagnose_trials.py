@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labutils.results.records import Results, read_runs
+from labutils.results.records import (
+    REFERENCE,
+    REPOSITORY,
+    Results,
+    read_file,
+    read_runs,
+    runs_of,
+)
 from labutils.tools.diagnose import Fix, diagnose, trial
 from labutils.tools.diagnose.edits import edits
 from labutils.tools.diagnose.script import Stages, watch
@@ -82,3 +89,9 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path):
     assert fix.ok and {"predicted", "tried", "by_hand", "again", "off"} <= fix.metrics.keys()
     assert fix.metrics["by_hand_losses"].startswith("the same")
     assert "of 1 predicted steps are within 20%" in diagnosis_table.told(read_runs(tmp_path))
+
+
+def test_the_table_in_docs_is_that_of_its_records():
+    found = read_file(REFERENCE.parents[1] / "h100" / "diagnosis.jsonl").records
+    page = (REPOSITORY / "docs" / "diagnosis.md").read_text("utf-8")
+    assert diagnosis_table.told(runs_of(found)) in page
