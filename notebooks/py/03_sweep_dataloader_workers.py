@@ -304,7 +304,8 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # - **The best number:** intervals that overlap are one plateau. On a plateau, "three is the optimum" is noise; choose the
 #   smallest number on it.
 #
-# On our H200 the formula says 740 ms from one worker on. Measured were 706 to 597, beside an unsteady host.
+# On our H200 the formula says 740 ms from one worker on. Measured were 706 to 597, beside an unsteady host. In the loop a read
+# takes longer than alone, 79 to 92 ms and not 66: training shares cores and caches with it.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
 # formula. What remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on

@@ -206,7 +206,8 @@ lab.verdict("A4.pytorch.mixed-precision")
 # On the H200 the floor fell to a fifteenth, but the step only to a fifth. Once the host is the bottleneck, shorter kernels
 # change nothing. Lab 04 has the cure.
 #
-# **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second, and no seed blurs it.
+# **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second. A difference below 20 % needs
+# several batches.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -278,8 +279,9 @@ lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
 # *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB: the difference of 48 GB is workspaces.
-# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.2 GB with TF32. FP16
-# saves 83 % against the one peak and 34 % against the other.
+# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.2 GB with TF32. Peaks
+# fall at different moments: 10 GB of tensors were alive when it ran. FP16 saves 83 % against the one peak and 34 % against the
+# other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -371,7 +373,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its result. A
 # trace as in lab 02 tests that.
 #
-# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, checkpointing costs less.
+# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, checkpointing costs much
+# less time than accumulation.
 
 # %% [markdown]
 # ## 4 · The rest of the list

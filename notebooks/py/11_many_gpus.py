@@ -262,11 +262,12 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # from that* is communication.
 #
 # On our H100s company costs next to nothing: 147 ms beside 145 for the whole UNet. LoRA's messages cost 1 % as well. The whole
-# UNet's cost 39 ms of 186, and the bound predicted 0.1: 3.4 GB take 15 ms on NVLink, which the backward pass hides.
+# UNet's cost 39 ms of 186, and the bound predicted 0.1: 3.4 GB in its buckets take 15 ms on NVLink, which the backward pass
+# hides.
 #
 # Two causes are not in the bound. A step lasts as long as its slower rank. Steps by themselves take 141 to 181 ms; of two such
 # times the longer is 164 ms on average, 8 more than their mean. And NCCL's kernels are on the GPU for two thirds of a traced
-# step. There they take multiprocessors and bandwidth from the computation.
+# step, in 40 % of it beside computation. There they take multiprocessors and bandwidth. The rest is waiting for the other rank.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -429,7 +430,8 @@ plt.show()
 
 # %% [markdown]
 # No network reaches its nominal rate, and company costs more. So these are upper bounds. *full* trains all weights: that needs
-# InfiniBand. LoRA of Stable Diffusion would do with 1 GbE, LoRA of an 8 B model with 10.
+# InfiniBand. They rule out 1 and 10 GbE for *full*. They don't rule out 1 GbE for LoRA of Stable Diffusion, nor 10 for LoRA of
+# an 8 B model.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which network is fast enough.
 

@@ -118,9 +118,9 @@ ours = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
-# The spread of B's own times says nothing about B against A. The interval does: 1 isn't in it. *A again* shows the noise: an effect
-# must lie outside of that, too. If *A again* is off by more than 3 %, the machine is unsteady, and nothing is concluded.
-# `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
+# The spread of B's own times says nothing about B against A. The interval does: 1 isn't in it. *A again* shows the noise: an
+# effect must lie outside of that, too. If the interval of *A again* reaches beyond 0.97 or 1.03, the machine is unsteady, and
+# nothing is concluded. `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -132,9 +132,10 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # That depends on what a claim says. A *statement* gives a number or a direction: it is confirmed or refuted. *Advice* promises
 # no number: it pays here or it doesn't, and is never refuted. Some claims are about cards that nobody had: there a *model*
 # agrees or disagrees. A *setting* claims no speed: the lab tells what it does. *Inconclusive* means that noise is larger than
-# the effect. *Differs between hosts* means that the same GPU says something else beside another CPU.
+# the effect. *Differs between hosts* means that two of our machines say different things.
 #
-# **Prediction.** Of the statements that our H200 and H100s could test, how many percent do they confirm?
+# **Prediction.** Of the statements that our H200 and H100s tested, inconclusive ones included, how many percent do they
+# confirm?
 
 # %%
 my_confirmed: float | None = None  # for example 90
@@ -236,8 +237,6 @@ waiting = waiting.sort_values("claims", ascending=False).head(8)
 lab.table(waiting, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# Lab 06 says which method suits this machine, by its first step, its later steps and its memory.
-#
 # **Takeaway.** Each untested claim costs some minutes or another machine. Begin with what settles most for its price.
 
 # %% [markdown]
