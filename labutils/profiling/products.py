@@ -165,7 +165,7 @@ class Rates:
         if forward is None or not backward:
             return forward
         both = self._ms(shape, "attention and its backward pass")
-        return None if both is None else max(0.0, both - forward)
+        return both - forward if both and both > forward else None
 
     def _ms(self, product: Product, what: str = "product") -> float | None:
         if (what, product) not in self.known:
@@ -195,8 +195,8 @@ def _timed(product: Product, what: str, device: str) -> float | None:
             )
             call = make(product, several, device)
             call()
-            call = (cuda.graph_of(call) if device == "cuda" else None) or call
-            return statistics.median(cuda.timed(call, budget_s=0.02, at_least=3)) / several
+            replay = cuda.graph_of(call) if device == "cuda" else None  # `call` holds its tensors
+            return statistics.median(cuda.timed(replay or call, 0.02, at_least=3)) / several
     except (RuntimeError, ValueError):
         return None
 

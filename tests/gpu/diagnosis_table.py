@@ -188,10 +188,12 @@ def told(runs: Runs) -> str:
     tests = [run for run in fixes if max(map(run.metric, ("predicted", "by_hand"))) >= TESTS]
     offs = [abs(run.metrics["off"]) for run in tests]
     close = sum(off <= CLOSE for off in offs)
-    lines += [f"{close} of {len(offs)} predicted steps are within {CLOSE:.0%}, "
-              f"and the worst is {max(offs, default=0):.0%} off"]  # fmt: skip
+    lines += [f"{close} of {len(offs)} predicted steps are within {CLOSE:.0%}, and the worst is "
+              f"{max(offs, default=0):.0%} off (fixes below {TESTS:.0%} are left out)"]  # fmt: skip
     tried = [run for run in fixes if "tried" in run.metrics]
-    lines += [f"{sum(map(_agrees, tried))} of {len(tried)} tries lie within the hand edit's spread"]
+    inside, near = (sum(_agrees(run, noise) for run in tried) for noise in (False, True))
+    lines += [f"{inside} of {len(tried)} tries lie within the hand edit's interval, "
+              f"{near} within that and the base's own noise"]  # fmt: skip
     for run in (run for run in runs.select(what="diagnosis") if run.ok):
         script, (first, *_) = run.tags["script"], [*run.metrics["gains"], "nothing"]
         if not run.metrics["proposed"]:
@@ -208,10 +210,11 @@ def told(runs: Runs) -> str:
     return "\n".join(lines)
 
 
-def _agrees(run: Run) -> bool:
-    """Whether what was tried lies where the hand edit does, give or take what the base does."""
+def _agrees(run: Run, noisy: bool) -> bool:
+    """Whether what was tried lies where the hand edit does; `noisy`: give or take what the base
+    does."""
     m = run.metrics
-    noise = max(abs(m["again_low"]), abs(m["again_high"]))
+    noise = max(abs(m["again_low"]), abs(m["again_high"])) if noisy else 0.0
     return m["by_hand_low"] - noise <= m["tried"] <= m["by_hand_high"] + noise
 
 

@@ -422,11 +422,13 @@ def test_a_fitted_queue_never_lasts_longer_than_the_step(queue, step_ms):
 
 def test_compiling_leaves_as_many_kernels_as_were_counted():
     """In lab 04, of the UNet's step that lab 02 traced."""
-    pieces = queue_of(Trace.read(REFERENCE.parent / "02_micro_step.trace.json.gz")).pieces
+    queue = queue_of(Trace.read(REFERENCE.parent / "02_micro_step.trace.json.gz"))
+    after = queue.having(fixes.merged(queue.pieces))
     rungs = reference_runs("04").of_newest_host().select(experiment="ladder")
     plain, compiled = (rungs.one(rung=rung, again=False) for rung in ("workers", "compile"))
-    counted = compiled.metric("kernels_per_step") / plain.metric("kernels_per_step")
-    assert len(fixes.merged(pieces)) / len(pieces) == pytest.approx(counted, rel=0.05)
+    count, ms = (compiled.metric(m) / plain.metric(m) for m in ("kernels_per_step", "kernels_ms"))
+    assert len(after.pieces) / len(queue.pieces) == pytest.approx(count, rel=0.03)
+    assert after.device_ms / queue.device_ms == pytest.approx(ms, rel=0.1)
 
 
 @settings(max_examples=60, deadline=None)

@@ -262,9 +262,12 @@ def compiling(e: Evidence) -> Fix | None:
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
     """Each run of neighbours that a compiler merges becomes one piece, or as many as it has
-    reductions, norms, and casts or copies of something else than what was just computed, such as a
-    weight's. It takes as long as the longest of them, or as all of those together. (Of lab 04's
-    23,600 kernels a step it leaves 71 %, and 89 % of their time; the compiler left 70 and 83 %.)"""
+    reductions, norms, and casts or copies that follow another or begin the run, such as weights'.
+    It takes as long as the longest of them, or as all of those together.
+
+    What stands next to each other is taken to belong together. Of lab 02's traced micro-step 71 %
+    of the kernels remain, and 89 % of their time; the compiler left 70 and 83 % in lab 04.
+    """
     runs = _stretches(pieces, lambda last, piece: not _merge(last, piece))
     return [kernel for run in runs for kernel in _kernels(run)]
 
