@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -161,10 +160,10 @@ class Rates:
 
     def attention_ms(self, shape: Product, backward: bool) -> float | None:
         """Milliseconds of PyTorch's attention of `count` heads: m queries, n keys, k wide."""
-        forward = self._ms(shape, "attention") if self.here else None
+        forward = self._ms(shape, "forward pass") if self.here else None
         if forward is None or not backward:
             return forward
-        both = self._ms(shape, "attention and its backward pass")
+        both = self._ms(shape, "both passes")
         return both - forward if both and both > forward else None
 
     def _ms(self, product: Product, what: str = "product") -> float | None:
@@ -190,10 +189,10 @@ def _timed(product: Product, what: str, device: str) -> float | None:
     several = 10 if device == "cuda" and product.flops < SHORT else 1
     try:
         with products_as(product.dtype):
-            make = (
-                _several if what == "product" else partial(_attention, backward=what != "attention")
-            )
-            call = make(product, several, device)
+            if what == "product":
+                call = _several(product, several, device)
+            else:
+                call = _attention(product, several, device, backward=what == "both passes")
             call()
             replay = cuda.graph_of(call) if device == "cuda" else None  # `call` holds its tensors
             return statistics.median(cuda.timed(replay or call, 0.02, at_least=3)) / several

@@ -195,10 +195,11 @@ def told(runs: Runs) -> str:
     lines += [f"{inside} of {len(tried)} tries lie within the hand edit's interval, "
               f"{near} within that and the base's own noise"]  # fmt: skip
     for run in (run for run in runs.select(what="diagnosis") if run.ok):
-        script, (first, *_) = run.tags["script"], [*run.metrics["gains"], "nothing"]
+        script = run.tags["script"]
         if not run.metrics["proposed"]:
             lines += [f"{script}: nothing proposed"]
             continue
+        first = next(iter(run.metrics["gains"]))
         by_hand = {f.tags["fix"]: f.metrics["by_hand"] for f in fixes if f.has(script=script)}
         best = max(by_hand, key=by_hand.__getitem__, default="not measured")
         near = first not in by_hand or by_hand[first] >= by_hand[best] - NEAR
