@@ -301,8 +301,8 @@ print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {form
 # %% [markdown]
 # Reading images, launching kernels: the host does both, one after the other, while the GPU runs kernels. A kernel inside a
 # module costs the host several times a bare launch, because Python, autograd and autocast take part. It is lab 00's second
-# constant, measured anew: it belongs to these modules and this host, and was 22 µs in lab 00 and 38 here. On a CPU an operator
-# also does its work in that time. The real network's operators are larger, so there the formula may say too little.
+# constant, measured anew: it belongs to these modules and this host. On our H200s it was 22 µs in lab 00 and 38 here. On a CPU
+# an operator also does its work in that time. The real network's operators are larger, so there the formula may say too little.
 #
 # **Your prediction:** how many ms does an optimizer step take? Take the formula's number, or correct it.
 
@@ -586,8 +586,8 @@ print(f"a value written and flushed: {median(flush_ms):.2f} ms")
 
 # %% [markdown]
 # **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Many drawn
-# latents a micro-step, instead of one image, give the GPU more work for the same launches. Look at GPU-busy first. Far below 85
-# % the host still sets the pace: then a wait costs nothing, and the speed-up tests nothing. Two such loops take turns.
+# latents a micro-step, instead of one image, give the GPU more work for the same launches. Look at GPU-busy first. Far below
+# 85 % the host still sets the pace: then a wait costs nothing, and the speed-up tests nothing. Two such loops take turns.
 # *Synchronous* reads each loss and flushes each step. *Ring-buffer* keeps losses on the device and writes them later.
 
 # %%

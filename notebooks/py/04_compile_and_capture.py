@@ -609,11 +609,14 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 # %% [markdown]
 # Of the article's ladder only ratios can be compared: its card is another, and its step may be one image (lab 02). At its 85 %
 # utilisation all idle time together is worth a factor of 1 / 0.85. Beside our GPUs the host costs far more. Hence *same work*
-# gains most beside a slow host and a fast card, and *same mathematics* on any. The article's switches raised utilisation from
-# 44 to 85 %. The driver read 23 and 46 % beside our H100, 20 and 27 beside our H200, so over all our machines that verdict
-# *differs between hosts*. Such a reading is coarse, and covers other steps than those timed. Kernel time over step time rises
-# 1.9 and 1.7 times. In the picture, hollow means less than the stock loop's own jitter. That says nothing against a captured
-# rung: its interval stands beside it.
+# gains most beside a slow host and a fast card, and *same mathematics* on any.
+#
+# The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, 20 and 27 beside our
+# H200, so over all our machines that verdict *differs between hosts*. Such a reading is coarse, and covers other steps than
+# those timed. Kernel time over step time rises 1.9 and 1.7 times.
+#
+# In the picture, hollow means less than the stock loop's own jitter. That says nothing against a captured rung: its interval
+# stands beside it.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its
 # exponentials (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too:

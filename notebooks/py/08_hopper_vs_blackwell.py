@@ -567,7 +567,7 @@ if flips:
 # %% [markdown]
 # The last column says how far a curve misses the points. On the H200 the expert loop fails this test: its step grew half as
 # much as the replay says. By the points it draws level near 24 µs, not at 4. Left of its crossing with a level this card wins,
-# right of it it loses. That is one way to the article's result.
+# right of it, it loses. That is one way to the article's result.
 #
 # **Takeaway.** A fast card with a slow host is a slow card, unless its steps are captured.
 

@@ -267,7 +267,8 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 #
 # Two causes are not in the bound. A step lasts as long as its slower rank. Steps by themselves take 141 to 181 ms; of two such
 # times the longer is 164 ms on average, 8 more than their mean. And NCCL's kernels are on the GPU for two thirds of a traced
-# step, in 40 % of it beside computation. There they take multiprocessors and bandwidth. The rest is waiting for the other rank.
+# step, in 40 % of it beside computation. There they take multiprocessors and bandwidth. Most of the rest is waiting for the
+# other rank.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -430,8 +431,8 @@ plt.show()
 
 # %% [markdown]
 # No network reaches its nominal rate, and company costs more. So these are upper bounds. *full* trains all weights: that needs
-# InfiniBand. They rule out 1 and 10 GbE for *full*. They don't rule out 1 GbE for LoRA of Stable Diffusion, nor 10 for LoRA of
-# an 8 B model.
+# InfiniBand. The bounds rule out 1 and 10 GbE for *full*. They don't rule out 1 GbE for LoRA of Stable Diffusion, nor 10 for
+# LoRA of an 8 B model.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which network is fast enough.
 
