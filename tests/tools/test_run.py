@@ -164,8 +164,9 @@ def test_nohup_is_respected():
 
 
 @pytest.mark.parametrize("limit", [3, 1e-6])
-def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder, limit):
+def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder, limit, monkeypatch):
     """Also one whose kernel is not there yet."""
+    monkeypatch.setattr(execute_lab, "GRACE_S", 1)
     code, said = run(notebook("sleeps"), timeout=limit)
     assert code == 1 and f"--timeout {2 * limit:g}" in said
     assert status_of(results_folder, "sleeps") == "timed out"

@@ -29,8 +29,9 @@ os._exit(3)""",
     "bus": "os.kill(os.getpid(), signal.SIGBUS)",
     "quits": "sys.exit(0)",
     "stops": """\
-import tempfile
+import atexit, tempfile
 made = tempfile.TemporaryDirectory(prefix=os.environ["LABUTILS_RESULTS"] + "-")
+atexit.register(time.sleep, 4)  # a slow machine
 os.kill(os.getppid(), signal.SIGINT)
 time.sleep(600)""",
     "sleeps": "signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)",

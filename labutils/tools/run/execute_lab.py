@@ -20,7 +20,7 @@ from labutils.results import records
 from labutils.tools.run.arguments import Lab, short
 from labutils.training.child_process import end_marked
 
-GRACE_S = 5.0
+GRACE_S = 15.0
 """How long a lab that is stopped may take to remove its temporary files, as unsloth's weights."""
 MARK = "LABUTILS_KERNEL"
 """A kernel and all that it starts have its mark in their environment under this name."""
@@ -112,6 +112,8 @@ class Kernel:
         kernel = self
 
         class Manager(AsyncKernelManager):
+            shutdown_wait_time = 2 * GRACE_S  # after half of it comes SIGTERM, and files stay
+
             @default("kernel_spec_manager")
             def _only_this_interpreter(self) -> KernelSpecManager:
                 return KernelSpecManager(kernel_dirs=[])
