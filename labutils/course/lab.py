@@ -375,14 +375,12 @@ class Lab:
         numbers of our run, and nothing where our GPU skipped it as well; or `instead()` shows
         something better. Ctrl-C is no failure and passes through.
         """
-        status = ""
         try:
             yield
+            return
         except Exception as error:
             _clear_frames(error)
             status = records.status_of(error)
-        if not status:
-            return
         gc.collect()
         with contextlib.suppress(RuntimeError):  # a GPU that broke fails at this, too
             cuda.empty_cache()

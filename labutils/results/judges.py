@@ -193,7 +193,9 @@ def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str =
         why = f"{why} Noise: {100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %.".strip()
     judgement = Judgement(claim, verdict, "; ".join(here), why, changes)
     if judgement.unsteady:
-        return replace(judgement, verdict=INCONCLUSIVE, why=f"Unsteady machine. {why}")
+        larger = ", though the change is larger" * all(one.direction for one in changes.values())
+        why = f"Unsteady machine: its times decide nothing{larger}. {why}"
+        return replace(judgement, verdict=INCONCLUSIVE, why=why)
     return judgement
 
 

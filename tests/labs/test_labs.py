@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
@@ -86,3 +87,11 @@ def test_papermill_alone_runs_a_lab_from_another_folder(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
     record = read_records(tmp_path / "mine")[-1]
     assert (record["status"], record["parameters"]["article"]) == ("done", "A1")
+
+
+@pytest.mark.notebook
+@pytest.mark.skipif(find_spec("tensorflow") is not None, reason="TensorFlow is installed here")
+def test_without_tensorflow_its_page_says_so_and_goes_on(tmp_path):
+    page = runner.NOTEBOOKS / "optional" / "tensorflow_equivalents.ipynb"
+    assert runner.run([str(page)], runner.Options(scale="tiny", results=tmp_path)) == runner.ALL_RAN
+    assert (tmp_path / "notebooks" / page.name).read_text().count("module named 'tensorflow'") > 2
