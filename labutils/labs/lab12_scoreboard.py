@@ -87,11 +87,11 @@ def farthest_off(board: pd.DataFrame, most: int = 12) -> pd.DataFrame:
 
 
 def disagreements(board: pd.DataFrame) -> pd.DataFrame:
-    """The claims that both could test, with different verdicts."""
-    verdicts = board[["reference_verdict", "verdict"]]
-    both = (verdicts != judges.NOT_TESTABLE).all(axis=1) & (verdicts.nunique(axis=1) > 1)
+    """The claims that both decided, with different verdicts."""
+    undecided = [judges.NOT_TESTABLE, judges.INCONCLUSIVE]
+    both = board[~board[["reference_verdict", "verdict"]].isin(undecided).any(axis=1)]
     columns = ["id", "published", "reference", "reference_verdict", "here", "verdict"]
-    return board.loc[both, columns].rename(columns=HEADINGS)
+    return both.query("reference_verdict != verdict")[columns].rename(columns=HEADINGS)
 
 
 HEADINGS = {
@@ -123,7 +123,7 @@ def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> pd.
 def next_steps(board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
     """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
     missing = [number for number in titles if number not in done]
-    noisy = board[board["verdict"] == judges.INCONCLUSIVE]
+    noisy = board[(board["verdict"] == judges.INCONCLUSIVE) & (board["kind"] != "predicted")]
     steps = [
         f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. "
         f"{int(board['lab'].isin(missing).sum())} of the {len(board)} claims are theirs.",

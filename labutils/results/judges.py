@@ -278,7 +278,7 @@ def ratio(claim: Claim, runs: Runs) -> Judgement:
         wanted = 1 if least >= 1 else -1 if most <= 1 else 0
         held.append(None if within and wanted and one.direction != wanted else within)
         bands.append(f"{least:.2f} to {most:.2f}")
-    why = f"The article's ratio: {', '.join(dict.fromkeys(bands))}."
+    why = f"Confirmed by a ratio of {', '.join(dict.fromkeys(bands))}."
     return _conclude(claim, _settle(held), changes, why)
 
 

@@ -102,10 +102,10 @@ print(doctor.render(doctor.examine(), width=84))
 # **Question.** A GPU works while Python goes on. How do you time something that hasn't happened yet when the call
 # returns?
 #
-# **Technique.** Warm up: the first calls load kernels and allocate memory. Put *events* into the GPU's queue, which the
-# GPU stamps as it gets to them. Synchronise before you read them. Repeat, and take the median. A CPU works within the
-# call, so there its own clock will do. One limit remains: if a call is shorter than a launch, this times the launch.
-# Section 5 has the cure.
+# **Technique.** Warm up: the first calls load kernels and allocate memory. Put *events* into the GPU's queue, which the GPU
+# stamps as it gets to them. Synchronise before you read them. Repeat, and take the median. A CPU works within the call, so
+# there its own clock will do. One limit remains. The host needs microseconds to ask for a call. If the GPU is done sooner,
+# this times the host. Section 5 has the cure.
 
 
 # %%
@@ -165,8 +165,9 @@ with lab.attempt("Timing a GPU by the host's clock"):
 # **Question.** A data sheet promises a rate in TFLOP/s, 10¹² floating-point operations a second. How much of it does a
 # plain matrix product get?
 #
-# **Your prediction:** how many TFLOP/s do large matrix products reach here? A GPU is measured in bf16, where an H200's data
-# sheet says 989, or 1,979 "with sparsity". A CPU is measured in fp32, where one laptop core reaches about 0.1.
+# **Your prediction:** section 2 timed one product. The course's probe measures in short bursts, with rests between them. How
+# many TFLOP/s do large matrix products reach in it? A GPU is measured in bf16, where an H200's data sheet says 989, or 1,979
+# "with sparsity". A CPU is measured in fp32, where one laptop core reaches about 0.1.
 
 # %%
 my_tflops = None  # TFLOP/s
@@ -220,9 +221,10 @@ lab.keep(Run("00", "held", metrics={"tflops": lasts, "dtype": dtype}));
 
 # %% [markdown]
 # A card that draws its full power lowers its clock. A CPU that gets hot does the same. This lab reads neither power nor
-# clock, but that is the likely reason. So a benchmark of a tenth of a second and one of a minute disagree.
+# clock, but that is the likely reason. So a benchmark of a tenth of a second and a longer one disagree.
 #
-# **Takeaway.** Compute with measured rates. The data sheet's are for comparing data sheets.
+# **Takeaway.** Compute with measured rates, and not with a data sheet's. This course's floors use the burst's. A run without
+# pauses reaches less: 670 and not 796 on our H200.
 
 # %% [markdown]
 # ## 4 · What limits an operation?
@@ -265,15 +267,16 @@ assert work == {one.name: (one.flops, one.bytes) for one in counted}
 
 # %% [markdown]
 # **Your prediction:** for how many of the six is memory the limit here? The formula is intensity < ridge, and the ridge is
-# TFLOP/s · 1000 / (GB/s) of section 3.
+# TFLOP/s · 1000 / (GB/s) of section 3. `work` above has each operation's FLOPs and bytes.
 
 # %%
 my_memory_bound = None  # how many of the six
 lab.predict("operations limited by memory", my_memory_bound, "of 6")
 
 # %% [markdown]
-# **Measurement.** The timed calls take turns on inputs that together exceed any cache. On a GPU they are replayed from a
-# CUDA graph, so that nothing waits for the host (`measure_operation` in `labutils/profiling/operations.py`).
+# **Measurement.** Each call takes other inputs than the one before, more in all than any cache holds. On a GPU the calls are
+# recorded once, as a *CUDA graph*, and started together. So nothing waits for the host (`measure_operation` in
+# `labutils/profiling/operations.py`).
 
 # %%
 operations = lab.keep(operation_runs(lab.scale, device, dtype))
@@ -288,12 +291,13 @@ plots.roofline(plt.gca(), roofs, operations);
 
 # %% [markdown]
 # Read the picture from the left. SiLU and AdamW do so little arithmetic on each byte that faster matrix units can't help
-# them. Moving fewer bytes would: lab 04 fuses such operations. LoRA's products are the surprise. Their FLOPs are nearly
-# nothing, but their intensity is low. In two bytes a number it is about their rank, 8; in fp32 it is half of that. So they
-# wait for memory on an H200, while the projection beside them lies far to the right.
+# them. Moving fewer bytes would: lab 04 fuses such operations. LoRA's products are the surprise. Their row has four times the
+# projection's tokens. For the same tokens they have 0.4 % of its FLOPs and 9 % of its floor, because their intensity is low.
+# In two bytes a number it is about their rank, 8; in fp32 it is half of that. So they wait for memory on an H200, while the
+# projection beside them lies far to the right.
 #
-# Time can be gained where the share is well below 1. A share above 1 means that part of the data came from a cache, that the
-# operation's kernel is better than the probe's, or that another program held up the probe.
+# Time can be gained where *floor / measured* is well below 1. A value above 1 means that part of the data came from a cache,
+# that the operation's kernel is better than the probe's, or that another program held up the probe.
 #
 # **Attention takes about three times its floor on an H200. Why?** The floor counts two products. Attention also takes one
 # exponential for each pair of tokens and head: 537 million at `full`. The paper on FlashAttention-3 gives an H100 3.9 · 10¹²
@@ -321,9 +325,10 @@ for each, ms in attention.items():
     print(f"{heads:2} heads of {each:3}: {ms:.3f} ms, {rate:.3g} TFLOP/s, {us:.1f} µs a head")
 
 # %% [markdown]
-# The products are the same in all four lines. On an H200 a head of 40 takes about as long as one of 64, which padding
-# explains. But a head of 32 takes as long, too, with half the products. What the three have in common is the number of
-# exponentials. At 128 the products count again. So the gain is about 2, and not 16 / 5.
+# The products are the same in all four lines. On an H200 a head of 40 takes about as long as one of 64: padding explains
+# that. A head of 32 takes as long, too, with half the products. All three have the same number of exponentials. At the
+# published rate these take 9 µs a head, half of the time. So they are one likely reason, and not all of it. A kernel that
+# computes 32 as 64 would look the same. At 128 the products count again. So the gain is about 2, and not 16 / 5.
 #
 # The convolution reaches 60 % there. Two likely reasons, which this lab doesn't separate: 320 channels fill tiles of 128 to
 # 83 %, and in 60 µs a kernel's start and end count.
@@ -374,10 +379,11 @@ with lab.attempt("The same kernels from a CUDA graph"):
         print(f"{way:19} {1e3 * time_ms(call) / 200:.2f} µs a kernel")
 
 # %% [markdown]
-# What remains in the replay is the GPU's own time. The difference is what lab 04 gains by capturing a step.
+# What remains in the replay is the GPU's own time. The difference is the host's part, 4.3 µs a kernel on our H200. Lab 04
+# removes it by capturing the step.
 #
-# A training loop never makes bare calls. Each of its operations passes through a module, autocast and autograd, and
-# half of its kernels are launched by the backward pass. So a kernel of a real step costs the host more.
+# A training loop makes few bare calls. Most of its operations pass through a module, autocast and autograd, and the backward
+# pass launches many of its kernels. So a kernel of a real step costs the host more.
 #
 # **Your prediction:** how many times as long as a bare launch does a module's kernel take the host?
 
@@ -408,9 +414,10 @@ with lab.attempt("The launches of a module"):
 lab.keep(machine);
 
 # %% [markdown]
-# The model is tiny, so the GPU never holds up the host: what you time is the host. This is the second constant. It depends on
-# the host and on the kind of module. Lab 02 measures it again, on a small copy of its own loop, and predicts a real step's
-# host time: **kernels × a module's launch**.
+# The model is tiny, so the GPU never holds up the host: what you time is the host. On our H200 a module's kernel took 22 µs,
+# 3.3 times a bare launch. The bare launch is a host's first constant, a module's launch the second. The second depends on the
+# kind of module, too. Lab 02 measures it again, on a small copy of its own loop, and predicts a real step's host time:
+# **kernels × a module's launch**.
 #
 # If that is longer than the kernels themselves take, the GPU waits, and the step is **launch-bound**. A faster card won't
 # shorten it. Article A3 found this with a profiler: on a mixture-of-experts model its host was the limit, and the slower
@@ -423,11 +430,11 @@ lab.keep(machine);
 # ## 6 · A card that PyTorch was not built for
 #
 # **Question.** Article A1's author put a new card (compute capability 12.0, `sm_120`) into a machine with PyTorch 2.3.
-# PyTorch warned, went on, and then failed. When does a build run on a card?
+# PyTorch warned, went on, and then failed. When does a build run on a card? *PTX* is code between a program and machine code.
 #
 # | the build has | the driver | |
 # |---|---|---|
-# | machine code of the card's major version, of the same or a lower minor one: `sm_80` on an 8.9 | loads it | runs |
+# | machine code for the card's major version, and its minor version or a lower one: `sm_80` on an 8.9 | loads it | runs |
 # | PTX of the card's version or an earlier one: `compute_80` on a 9.0 | compiles it once | runs, after a slow start |
 # | neither | refuses the kernel when it is to be loaded | *no kernel image is available* |
 #
@@ -462,8 +469,9 @@ with lab.attempt("xformers' attention on this card", experiment="xformers"):
 lab.verdict("A1.blackwell.unlisted-fails", "A1.blackwell.newer-build", "A1.blackwell.xformers")
 
 # %% [markdown]
-# The article's cure was a nightly build, but its Dockerfile names the index `cu121`. CUDA 12.1 can't compile for
-# `sm_120`; CUDA 12.8 is the first that can. What counts is the list above, not the date of the build.
+# The article's cure was a nightly build, but its Dockerfile names the index `cu121`. CUDA 12.1 can't compile for `sm_120`;
+# CUDA 12.8 is the first that can. What counts is the list above, not the date of the build. The report on xformers stays
+# open: only a card of capability 12.0 can test it.
 #
 # **Takeaway.** "It starts" doesn't mean "it runs". Before you rent a new kind of card, look at
 # `torch.cuda.get_arch_list()`.

@@ -208,8 +208,8 @@ lab.keep(Run("01", "lora-counts", metrics=counts))
 lab.verdict("A1.lora.count")
 
 # %% [markdown]
-# The article's example is a single layer. In a whole model the share depends on which layers are adapted. In SD1.5 it is
-# only attention: about a thousandth. In Qwen3-8B it is every projection: nearly three thousandths.
+# The article's example is a single layer. There it trains 256 times fewer numbers. In a whole model it depends on which layers
+# are adapted. In SD1.5 it is only attention: 1,078 times fewer. In Qwen3-8B it is every projection: 375 times.
 #
 # **Takeaway.** At small ranks LoRA trains a few thousandths of a model's numbers at most. Whether its share of the time or
 # of the memory is as small is another question: sections 4 and 6.
@@ -289,8 +289,8 @@ axes = plt.subplots(1, 2, sharey=True, figsize=(7.2, 3.4))[1]
 plots.panels(axes, errors, "rank r", "error, % of the correction");
 
 # %% [markdown]
-# The two lines lie on each other: training reaches the best that its rank allows. On the left, fewer than 8 directions
-# leave what they lack, and 8 leave nothing. More ranks do no harm there; they only cost parameters.
+# The two lines lie on each other: training reaches the best that its rank allows. On the left, rank 8 leaves nothing, and more
+# does no harm; it only costs parameters. On the right no rank is enough: 12 still leaves 22 %.
 #
 # **Takeaway.** The rank limits what LoRA can learn. On this problem training reaches the limit. Full training on code or
 # mathematics makes corrections of far higher rank (Biderman). Small ranks still suffice for many tasks.
@@ -305,10 +305,10 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 # $x$. Training it adds the gradient of $W$, $2nd^2$: 1.5 times. LoRA adds $12nrd$: at $d = 4096$ and $r = 8$ that is
 # 0.6 %. Is it?
 #
-# Lab 00 says to look at the bytes as well. Forward, an adapter reads $x$, reads $y$ and writes their sum. Backward it reads the
-# gradient twice, reads $x$ again, and adds to the gradient of $x$. That makes $8nd$ numbers, whatever the rank. Take two bytes
-# a number and the frozen layer's time: the share added is at least **4 · ridge / d**; in fp32, double it. An H200's ridge in
-# lab 00 is close to 190 FLOP per byte, so that is about 18 % at 4,096.
+# Lab 00 says to look at the bytes as well. Forward, an adapter reads $x$, reads $y$, and writes $y$ with the correction.
+# Backward it reads the gradient of $y$ twice, reads $x$ again, and reads and writes the gradient of $x$. That makes $8nd$
+# numbers, whatever the rank. Take two bytes a number and a frozen layer that arithmetic limits: the share added is at least **4
+# · ridge / d**; in fp32, double it. An H200's ridge in lab 00 is close to 190 FLOP per byte, so that is about 19 % at 4,096.
 #
 # That is a fused layer's price. Our class writes each product first and adds it afterwards, in both directions: $12nd$, or
 # about 28 %. A cache makes it less, thin products that miss their floor make it more. In place, `y.addmm_(h, B.T)` saves two of
@@ -321,9 +321,9 @@ adapter_adds = None  # percent of the frozen layer's time
 lab.predict("an adapter adds to a wide layer", adapter_adds, "%")
 
 # %% [markdown]
-# **Technique.** The pass that a training step makes: the gradients of the input and of whatever is trained. Whoever merges
-# first needs the gradient of the whole matrix: $2nd^2$ more, as in full training. Ours, PEFT and unsloth multiply by the
-# thin matrices one after the other.
+# **Technique.** The pass that a training step makes: the gradients of the input and of whatever is trained. A layer that
+# computes with $W + BA$ needs the gradient of the whole matrix: $2nd^2$ more, as in full training. Ours and PEFT multiply by
+# the thin matrices one after the other.
 
 
 # %%
@@ -376,13 +376,14 @@ names = {
 lab.show(cost, names, experiment="adapter cost")
 
 # %% [markdown]
-# On the H200 the adapter added 45 % at 4,096, where its traffic alone is 28: thin products miss their floor (lab 00), and the
-# sums are kernels of their own. By its floor, rank 64 costs no more than rank 8. Measured, the two can't be told apart. Against
-# full training LoRA can save at most a third of a layer's time. It saved 7 % at 4,096. A narrow layer's adapter cost more than
-# it saved. A CPU has little arithmetic for its memory, so there the FLOPs count, and the rank with them.
+# On the H200 the adapter added 45 % at 4,096. Its traffic alone is 28 %, with the separate sums. Thin products miss their floor
+# as well (lab 00). By its floor, rank 64 costs no more than rank 8. Measured, the two can't be told apart. Against full
+# training LoRA can save at most a third of a layer's time. At 4,096 it probably saved 7 %: *frozen again* is 4 % off. At 320
+# the adapter made the layer 4.7 times as slow, full training 2.1 times. A CPU computes slowly beside its memory, so there the
+# FLOPs count, and the rank with them.
 #
-# **Takeaway.** An adapter's price is reading the activations again, not its FLOPs. The wider the layer, the smaller that
-# price. LoRA is not chosen for speed.
+# **Takeaway.** An adapter's price is reading and writing activations once more, not its FLOPs. The wider the layer, the smaller
+# its share. LoRA is not chosen for speed.
 
 # %% [markdown]
 # ## 5 · Merge, take out, swap
@@ -390,9 +391,9 @@ lab.show(cost, names, experiment="adapter cost")
 # **Question.** After training, $W + \frac{\alpha}{r}BA$ can be stored in place of $W$. Then the adapter costs no time at all.
 # But weights are usually stored in 16 bits. How much noise does rounding add?
 #
-# bf16 has 8 significant bits. Rounding a number that lies between 1 and 2 is off by at most $2^{-8}$, by
-# $2^{-8}/\sqrt 3$ in the mean of squares, where the number itself is about 1.5. So the noise is about $2^{-8} / \sqrt 3 / 1.5$ of
-# $W$. Suppose that the correction is 1 % of $W$ in size.
+# bf16 has 8 significant bits. Rounding a number that lies between 1 and 2 is off by at most $2^{-8}$. The root mean square of
+# the error is $2^{-8}/\sqrt 3$, where the number itself is about 1.5. So the noise is about $2^{-8} / \sqrt 3 / 1.5$ of $W$.
+# Suppose that the correction is 1 % of $W$ in size.
 #
 # **Your prediction:** how large is the noise, in percent of the *correction*?
 
@@ -424,11 +425,12 @@ for kind in (torch.float32, torch.float16, torch.bfloat16):
 lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in merging.items()}));
 
 # %% [markdown]
-# The noise has no direction. In the mean the whole correction arrives, which is why merged models work. But some weights
-# do not come back exactly when the adapter is taken out. Where noise or way back matter, keep the adapter beside the
-# weights. The course's own layer, in `labutils/layers/lora.py`, does so, and writes PEFT's files.
+# The noise has no direction: in the mean the whole correction arrives. fp16 has three bits more, and an eighth of the noise.
+# What a model makes of it is not tested here. Some weights do not come back exactly when the adapter is taken out. Where noise
+# or way back matter, keep the adapter beside the weights. The course's own layer, in `labutils/layers/lora.py`, does so, and
+# writes PEFT's files.
 #
-# Adapters kept beside the weights can be swapped. Train two on one base, each on a correction of its own of rank 4.
+# Adapters kept beside the weights can be swapped. Train two, each on a correction of its own of rank 4.
 
 # %%
 def correction():
@@ -460,7 +462,8 @@ for name, pair in adapters.items():
 # A trained number in fp32 with AdamW takes 4 + 4 + 4 + 4 = 16 bytes: weight, gradient, two moments. In pure bf16 it takes
 # 2 + 2 + 2 + 2 = 8. A frozen number takes 2 in bf16.
 #
-# **Your prediction:** how many times less memory does Qwen3-8B take with LoRA in bf16 than all trained in fp32?
+# **Your prediction:** how many times less memory does Qwen3-8B take with LoRA in bf16 than all trained in fp32? The batch is
+# four texts of 861 tokens. Without activations it would be 16 / 2 = 8.
 
 # %%
 times_less_memory = None  # four texts of 861 tokens
@@ -538,8 +541,8 @@ fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
 print(f"{less:.1f} times less memory, for {fewer:.0f} times fewer trained numbers")
 
 # %% [markdown]
-# Here LoRA keeps a little less than full training. Its norms are frozen as well, and need no longer keep what only their own
-# gradient takes.
+# The 4.3 has two causes. Within bf16 LoRA takes 2.2 times less: 42 GB against 94. The rest is the number format. Its
+# activations take 25.5 GB against 28.9: the frozen norms no longer keep what only their own gradient takes.
 #
 # When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
 # narrow one, and read the peak of each phase. On a GPU that is `torch.cuda.reset_peak_memory_stats()` before a phase and
@@ -583,10 +586,11 @@ lab.show(lab.keep(phases), names, experiment="memory by phase")
 #
 # So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's take half of
 # one. There *foreach* peaks in its update, at five times 3.4 GB, and *fused* needs about four times. The narrow UNet's
-# activations take three, so its peak lies in the passes. With LoRA it always does, and the rank hardly moves it.
+# activations take three, so at `tiny` and `small` the peak lies in the passes. With LoRA it always lies there, and the rank
+# hardly moves it.
 #
-# **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and next to nothing of what grows with the
-# batch. For that there are checkpointing, fused kernels and smaller number formats.
+# **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and little of what grows with the batch. For that
+# there are checkpointing, fused kernels and smaller number formats.
 
 # %% [markdown]
 # ## Exercises

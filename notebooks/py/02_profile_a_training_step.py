@@ -176,9 +176,9 @@ def optimizer_step():
 print(f"losses: {optimizer_step():.3f}, {optimizer_step():.3f}")
 
 # %% [markdown]
-# The course's own loop does the same on the real networks, with accelerate:
-# `AccelerateStep` in `labutils/training/step.py`. At `full` it reads PNG files of 1080 × 1080, encodes with the real VAE
-# and CLIP, and trains 0.8 M LoRA parameters beside 860 M frozen ones, in fp16.
+# The course's own loop does the same on the real networks, with accelerate: `AccelerateStep` in `labutils/training/step.py`.
+# One line stands elsewhere in the script: it reads the loss for the progress bar after the optimizer. At `full` it reads PNG
+# files of 1080 × 1080, encodes with the real VAE and CLIP, and trains 0.8 M LoRA parameters beside 860 M frozen ones, in fp16.
 #
 # **Takeaway.** A step is more than forward, backward and optimizer, and four kinds of line in it wait for the GPU.
 
@@ -242,8 +242,10 @@ blocks = {name: count for name, count in modules.items() if "Block" in name}
 print(f"{modules.total()} modules in a forward pass; blocks: {blocks}")
 
 # %% [markdown]
-# Now the real networks: five steps of the stock recipe, by the same call in `labutils/profiling/trace.py`. The picture is
-# one of them. On a GPU the lower curve is the share of time in which kernels ran.
+# Now the real networks: five steps of the stock recipe, by the same call in `labutils/profiling/trace.py`. The picture is one
+# of them. On a GPU the lower curve is the share of time in which kernels ran. Each peak begins with *encode*: the VAE's few,
+# long kernels. Where the curve is at zero, an image is being read. accelerate enters *optimizer* after each micro-step, and
+# updates only in the last.
 
 # %%
 workload = lab.workload("sd15-lora")
@@ -287,7 +289,8 @@ host_us = 1e3 * small_ms / launches
 print(f"the small loop: {small_ms:.0f} ms / {launches:,.0f} kernels = {host_us:.1f} us each")
 
 # %% [markdown]
-# The real loop calls the same kinds of modules. Count its kernels, and time its images alone:
+# The two constants are the time to read an image, and the host's time for one kernel. The real loop calls the same kinds of
+# modules. Count its kernels, and time its images alone:
 
 # %%
 dataset = bench.candidates["stock"].trainer.dataset
@@ -300,9 +303,10 @@ print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {form
 
 # %% [markdown]
 # Reading images, launching kernels: the host does both, one after the other, while the GPU runs kernels. A kernel inside a
-# module costs the host several times a bare launch, because Python, autograd and autocast take part. It is lab 00's second
-# constant, measured anew: it belongs to these modules and this host. On our H200s it was 22 µs in lab 00 and 38 here. On a CPU
-# an operator also does its work in that time. The real network's operators are larger, so there the formula may say too little.
+# module costs the host several times a bare launch, because Python, autograd and autocast take part. It is what lab 00 calls a
+# host's second constant, measured anew: it belongs to these modules and this host. On our H200s it was 22 µs in lab 00 and 38
+# here. On a CPU an operator also does its work in that time. The real network's operators are larger, so there the formula may
+# say too little.
 #
 # **Your prediction:** how many ms does an optimizer step take? Take the formula's number, or correct it.
 
@@ -324,14 +328,14 @@ lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 # %% [markdown]
 # Why not a bare launch? On our H200s' hosts one took 5 to 7 µs. The 24,000 launches of a step would then take 120 to 170 ms,
 # about what the kernels themselves take. So the formula would say: data, and some 160 ms. Look in the table how much of the
-# step that misses. You could divide the rest of the measured step by its kernels, but that predicts nothing. A constant tests
-# the formula only if it comes from another loop, such as the small one.
+# step that misses. On this page the formula is 5 % above the measured step. On two other H200 hosts it was 5 and 16 % below.
+# The constant comes from another loop: only so does it test the formula.
 #
 # The *floor* is the time that the step's arithmetic needs at the GPU's measured rate. Hosts differ: 777 to 1,450 ms for this
 # step on the same kind of GPU.
 #
-# **Takeaway.** A step takes data, and then what is longer: kernels times the host's time for one, or the kernels themselves.
-# Trust a profile for counts, order and kernels. Trust a clock for the host.
+# **Takeaway.** A step's time is its data plus the longer of two: kernels times the host's time for one, or the kernels
+# themselves. Trust a profile for counts, order and kernels. Trust a clock for the host.
 
 # %% [markdown]
 # ## 4 · What utilisation says
@@ -425,8 +429,8 @@ for name in partition.keys() & {"kernels", "data"}:
     assert abs(own_ms[name] - partition[name]) < 0.02 * sum(partition.values())
 
 # %% [markdown]
-# **Your prediction:** for what share of the real step is the GPU idle because an image isn't ready, in %? Without a GPU: the
-# share in which training waits for images.
+# **Your prediction:** for what share of the real step is the GPU idle because an image isn't ready, in %? Section 3's table has
+# both numbers. Without a GPU: the share in which training waits for images.
 
 # %%
 my_data_share: float | None = None  # 0 to 100
@@ -529,8 +533,8 @@ lab.table(("phase", "waits a step", "ms, profiled"), *rows)
 # whether a gradient overflowed. Look at their time in the table: about 2 ms of a profiled step there. The host was not ahead of
 # the GPU, so waiting cost it next to nothing.
 #
-# **Takeaway.** A wait costs the lead that the host has over the GPU. In our H200's stock loop it has almost none. A loop whose
-# GPU is the limit has one: the next section's.
+# **Takeaway.** A wait costs the lead that the host has over the GPU. In our H200's stock loop it has almost none. Section 8 has
+# a loop with a lead, because its GPU is the limit.
 
 # %% [markdown]
 # ## 8 · The two gaps that remain
@@ -566,9 +570,10 @@ print({name: float(norm) for name, norm in norms.items() if "clip" in name})
 # `clip_grad_norm_` reads nothing. Its norm stays on the device, and so does the factor. `scaler.step`, right behind it,
 # does read.
 #
-# The public script has a surprise besides. Its parameters are a `filter` object. The optimizer goes through it to the end,
-# and nothing is left for the clipping: its norm is 0, without a warning. In the article's run there was **no norm to wait
-# for**. What the host did there is `scaler.unscale_`, which accelerate calls first: a Python loop over 256 gradients.
+# The public script has a surprise besides. Its parameters are a `filter` object. The optimizer goes through it to the end, and
+# nothing is left for the clipping: its norm is 0, without a warning. If the article clips what the script clips, there was **no
+# norm to wait for**. What the host did there is `scaler.unscale_`, which accelerate calls first: a Python loop over 256
+# gradients.
 #
 # And what does a flush cost?
 
@@ -585,10 +590,12 @@ writer.close()
 print(f"a value written and flushed: {median(flush_ms):.2f} ms")
 
 # %% [markdown]
-# **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. Many drawn
-# latents a micro-step, instead of one image, give the GPU more work for the same launches. Look at GPU-busy first. Far below
-# 85 % the host still sets the pace: then a wait costs nothing, and the speed-up tests nothing. Two such loops take turns.
-# *Synchronous* reads each loss and flushes each step. *Ring-buffer* keeps losses on the device and writes them later.
+# **Measurement.** The article saw both gaps with its GPU busy for 85 % of the time. Its card is slower than an H200. So give
+# the H200 more work for the same launches: 24 random latents a micro-step, instead of one image. Look at GPU-busy first. Far
+# below 85 % the host still sets the pace: then a wait costs nothing, and the speed-up tests nothing. Two loops take turns.
+# *Synchronous* reads each loss and flushes each step. *Ring-buffer* keeps losses on the device and writes them later. The
+# synchronous loop runs twice in each round. Where its two times may differ by more than 3 %, the table says *unsteady machine*,
+# and no verdict is drawn from a time. A speed-up is the median of the rounds' ratios.
 
 # %%
 images = 24 if lab.scale == "full" else 8
@@ -608,13 +615,15 @@ with lab.attempt("Two gaps where the GPU sets the pace"):
 lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 
 # %% [markdown]
-# All times of idling and waiting here are profiled ones. The *optimizer wait* is how long the host stood in the scaler's
-# read. Were clipping a synchronisation, the host would stand in the clipping instead. A long wait in the read means that
-# the host was ahead. Then the GPU still has work during the clipping. It idles behind the read, while the host launches
-# AdamW. A wait near zero means that the host was not ahead: the GPU idles all through the step, in the clipping as elsewhere.
+# All times of idling and waiting here are profiled ones. The *optimizer wait* is how long the host stood in the scaler's read.
+# Were clipping a synchronisation, the host would stand in the clipping instead. A long wait in the read means that the host was
+# ahead. Then the GPU still has work during the clipping. It idles behind the read, while the host launches AdamW. A short wait
+# says little by itself: look at GPU-busy as well.
 #
-# On our H200 the host stood in the read for 25 ms. The GPU idled for 0.2 ms in the clipping, and for 8 ms behind the read. The
-# ring buffer's loop stood there for 2 ms only, and its GPU idled as long.
+# On our H200 the host stood in the read for 25 ms. The GPU idled for 0.2 ms in the clipping, and for 8 ms behind the read. So
+# the gap is there, and clipping is not its cause: probably the scaler's read is. A flush took 0.08 ms, too little for a gap of
+# milliseconds. The ring buffer's loop stood in the read for 2 ms only, and its GPU idled there for 7. So a short wait closes no
+# gap. Whether less logging shortens the step can't be said: the synchronous loop's two times differ too much.
 #
 # **Takeaway.** A trace shows where the host *was* during a gap. That need not be *why* the GPU had nothing to do. Test a
 # suspect alone before you blame it.
@@ -659,9 +668,10 @@ print(check_profiled(profiled))
 
 
 # %% [markdown]
-# **3. Micro-step or optimizer step?** The article never says what its "step" is. Tuned, it took 98 ms at 85 % utilisation.
-# How many milliseconds of GPU work are that? How many an image, if the step held four? An H200 needs 33 to 39 ms of kernels
-# an image, and has 2.7 times the bandwidth and 2.3 times the matrix rate of the article's card. So which of the two is it?
+# **3. Micro-step or optimizer step?** The article never says what its "step" is. Section 3's verdict takes it for a micro-step.
+# Check that. Tuned, it took 98 ms at 85 % utilisation. How many milliseconds of GPU work are that? How many an image, if the
+# step held four? An H200 needs 33 to 39 ms of kernels an image, and has 2.7 times the bandwidth and 2.3 times the matrix rate
+# of the article's card. So which of the two is it?
 
 # %% tags=["exercise"]
 my_gpu_ms: float | None = None

@@ -159,7 +159,7 @@ lab.show([reading], ("all_ms", "decode_ms", "resize_ms"), experiment="reading")
 # set stored at 512 × 512 has (512/1080)² = 0.22 of the pixels to inflate, and none to scale.
 
 # %% [markdown]
-# ## 2 · A queue of four lines
+# ## 2 · A formula for the step
 #
 # **Question.** Can you tell how long a step takes with three workers, or eight, without trying?
 #
@@ -210,7 +210,7 @@ assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w 
 
 # %% [markdown]
 # A measured time above the formula can have three causes. Workers slow each other down. Other programs use the same cores.
-# Taking a ready batch costs milliseconds, too.
+# Taking a ready batch costs milliseconds, too. A time below it means that reading was faster than in section 1.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.
@@ -239,7 +239,8 @@ c = probe.metric("step_ms") / STOCK.accumulation - r
 print(f"One micro-batch here: r = {r:.0f} ms, c = {c:.0f} ms, {usable_cores()} cores.")
 
 # %% [markdown]
-# **Prediction.** How many times as fast is a step with three workers as one without?
+# **Prediction.** How many times as fast is a step with three workers as one without? The formula's answer is `batch_ms(0, r, c)
+# / batch_ms(3, r, c, usable_cores())`.
 
 # %%
 my_speedup: float | None = None  # for example 1.5; batch_ms(0, r, c) / batch_ms(3, r, c, cores)
@@ -258,7 +259,8 @@ lab.predict("speed-up with three workers", my_speedup, "x")
 # each number of workers in turn, in every round. A round gives one ratio, and the speed-up is the median of these ratios. So it
 # can differ from the quotient of two times in the table. Batches that workers made ready in a pause are used up untimed. Zero
 # workers come twice in a round: what the two differ by is noise. Where the interval of that noise reaches beyond ±3 %, the
-# table says *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks.
+# table says *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks. That noise also counts
+# for the times of sections 4 and 6, which are taken by hand on the same machine.
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
@@ -301,17 +303,19 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
 # - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 740 ms, and by
 #   *workers 0, again* it would end at 614. Besides, $c$ can contain what reading disturbed, such as the host's caches.
-# - **The best number:** intervals that overlap are one plateau. On a plateau, "three is the optimum" is noise; choose the
-#   smallest number on it.
+# - **The best number:** intervals that overlap are one plateau. Choose the smallest number on it. On our H200 all from 1 to 8 overlap: one worker.
 #
-# On our H200 the formula says 740 ms from one worker on. Measured were 706 to 597, beside an unsteady host. In the loop a read
-# takes longer than alone, 79 to 92 ms and not 66: training shares cores and caches with it.
+# On our H200 the formula says 740 ms from one worker on. Measured were 706 to 597, 5 to 19 % less. The wait for data does what
+# the formula says: one worker takes it from 315 to 17 ms. The rest should stay, and fell from 740 to 617 ms with three workers.
+# On so unsteady a host that is probably noise in part. In the loop a read took 79 to 92 ms, alone 66. Lab 02 measured 91 alone:
+# hosts and minutes differ by as much.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
 # formula. What remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on
-# the same kind of GPU. $r$ and $c$ both belong to the host, so the *ratio* is what a second machine may share.
+# the same kind of GPU. $r$ and $c$ both belong to the host: measure both on yours.
 #
-# **Takeaway.** Take the fewest workers with $r/w \le c$. What is left to gain then lies in $c$.
+# **Takeaway.** Take the fewest workers with $r/w \le c$. On our H200 one probably removes nearly all of the wait. What is left
+# to gain lies in $c$.
 
 # %% [markdown]
 # ## 4 · The start of an epoch, and the depth of the queue
@@ -349,8 +353,8 @@ for workers_are, persistent in {"started anew": False, "persistent": True}.items
 lab.verdict("A4.pytorch.persistent")
 
 # %% [markdown]
-# An epoch of the article's 1,221 examples takes 1,221 micro-steps of 141 ms: nearly three minutes. A tenth of a second at its
-# start is nothing. In an epoch of one second it is a lot.
+# On our H200 persistent workers saved some 50 ms; the rest is the first read. In the article's epoch of nearly three minutes,
+# 1,221 micro-steps of 141 ms, that is nothing. In an epoch of one second it is a lot.
 #
 # Now the queue. It makes nothing faster, but evens out. Here every eighth file is slow. On average reading is fast enough:
 # 13.5 ms a batch, where computing takes 15.
@@ -424,16 +428,17 @@ lab.show(trials, ("outcome", "batches", "wanted", "message"), experiment="shm")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure")
 
 # %% [markdown]
-# The failure is silent. A background thread of the worker finds no memory, prints that, and drops the batch. The training loop
-# waits for it forever: **it hangs**. Older versions of PyTorch died with *Bus error*. With PyTorch's own `collate_fn` the batch
-# is made in shared memory at once, and the error is raised in the loop; the script brings its own, with `torch.stack`.
+# Eight workers take 51 MiB, ten take 63, twelve would take 75. So ten fit. The failure raises no error. A background thread of
+# the worker finds no memory, prints a message, and drops the batch. The training loop waits for it forever: **it hangs**. Older
+# versions of PyTorch died with *Bus error*. With PyTorch's own `collate_fn` the batch is made in shared memory at once, and the
+# error is raised in the loop; the script brings its own, with `torch.stack`.
 #
 # | what you can do | where |
 # |---|---|
 # | `docker run --shm-size=1g ...` | the article's cure |
 # | `sudo mount -o remount,size=8G /dev/shm` | on the machine itself |
 # | fewer workers, or a smaller `prefetch_factor` | anywhere |
-# | `DataLoader(timeout=60)` | turns the silence into an error |
+# | `DataLoader(timeout=60)` | turns the waiting into an error |
 #
 # **Takeaway.** Multiply before a run: workers × prefetch factor × bytes of a batch. If training stands still with an idle GPU,
 # look for `shared memory` in its output.
@@ -508,8 +513,9 @@ with lab.attempt("Copies from pageable and pinned memory"):
 lab.verdict("A1.pin.needs-both")
 
 # %% [markdown]
-# Behind queued work three of the four copies wait for that work as well. That is the larger loss, in a loop that asks the GPU
-# nothing else. Only the pinned, non-blocking copy lets the host go on at once.
+# From pageable memory *non-blocking* changes little on our H200: 194 instead of 226 µs. Behind queued work three of the four
+# copies wait for that work as well. That is the larger loss in a loop that has no other wait. Only the pinned, non-blocking
+# copy probably lets the host go on at once.
 #
 # **Measurement.** And the step? Three workers, with and without both, in the rounds of section 3:
 
@@ -522,11 +528,11 @@ lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
 # Two things change. The copies hold the host for less time. The wait for data falls, since a thread of the training process
-# takes batches from the workers and pins them: from 17 to 1 ms a step on our H200. That is some 3 % of the step. Where rounds
-# differ by more, the table's interval can't show it.
+# takes batches from the workers and pins them: from 17 to 1 ms a step on our H200. That is some 3 % of the step. Whether the
+# step got shorter can't be said here: 634 and 639 ms, with a noise of 25 % and more.
 #
-# **Takeaway.** Pinned *and* non-blocking frees the host from the copy. Find out first who copies, how large the copy's share of
-# your step is, and how long the loop waits to take a batch.
+# **Takeaway.** Pinned *and* non-blocking probably frees the host from the copy. Find out first who copies, how large the copy's
+# share of your step is, and how long the loop waits to take a batch.
 
 # %% [markdown]
 # ## Exercises

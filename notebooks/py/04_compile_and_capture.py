@@ -93,8 +93,9 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 
 # %% [markdown]
 # One comparison measures every rung, and all sections take their numbers from it. Each round goes through the whole ladder,
-# there and back, and measures the stock loop at both ends: what the two differ by is noise. While *compile* takes its first
-# step, nothing else compiles. `labutils/training/benchmark.py` is the code.
+# there and back, and measures the stock loop at both ends: what the two differ by is noise. Where that can be more than 3 %,
+# the verdict on a time is *inconclusive: unsteady machine*. While *compile* takes its first step, nothing else compiles.
+# `labutils/training/benchmark.py` is the code.
 #
 # Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. On a CPU the UNet is
 # not compiled, which would take another half minute and gain nothing.
@@ -159,10 +160,10 @@ with lab.attempt("compiling a block"):
 
 # %% [markdown]
 # Compiling has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps, with $f$ a
-# first step and $t$ a later one. If a compiled step isn't shorter, it never pays. This block is bound by bytes: on the H100 4
-# of its 9 ms were chains that one kernel now does in one pass. Where a model repeats a block, `block.compile()` on each costs
-# less at first: blocks of one shape share their code. This lab gave the compiler an empty cache. The second start of your
-# script finds its code in the cache on disk, and compiling pays sooner.
+# first step and $t$ a later one. If a compiled step isn't shorter, it never pays. This block is bound by bytes: on the H100
+# merging its chains saved 4 of its 9 ms. Where a model repeats a block, `block.compile()` on each costs less at first: blocks
+# of one shape share their code. This lab gave the compiler an empty cache. The second start of your script finds its code in
+# the cache on disk, and compiling pays sooner.
 #
 # **Your prediction:** the H200 launches some 23,500 kernels a step, and 16,400 once the UNet is compiled. If the host sets the
 # pace, time falls as launches do. How many times as fast is the compiled step?
@@ -181,9 +182,10 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 # %% [markdown]
 # Kernel time is the GPU's, and the same beside any host: 156 ms a step on the H200, about 130 compiled; 164 and 137 on the
 # H100. The step itself is the host's: the stock loop has taken from 777 to 1,450 ms on the same kind of GPU. So the ratio
-# differs between hosts, too. Ours was 1.6 on the H200, more than the 1.4 of the launches: compiled code also runs less Python
-# between two launches. On the H100 it was 1.5, and noise leaves the cause open. Kernels alone saved 27 ms there, and the step
-# 190: the UNet is bound by launches. For the UNet's own $n$, put the two rows into the formula.
+# differs between hosts, too. Ours was 1.6 on the H200 and 1.5 on the H100. Both machines were unsteady, so these two numbers
+# decide nothing. If they are above the 1.4 of the launches, it is probably Python, of which compiled code runs less. One thing
+# is safe: the compiled kernels take 137 of 398 ms on the H100, so the GPU waits most of the time. For the UNet, $n = (119 -
+# 0.7) / (0.586 - 0.398)$, about 630 steps.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -236,8 +238,9 @@ with lab.attempt("reduce-overhead, provoked and cured"):
 # `backward()` of a step leaves its gradients there, as `.grad`. The next micro-step overwrites them, and PyTorch notices.
 #
 # There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: tell PyTorch where an
-# optimizer step begins, so that its four micro-steps share no memory. Before PyTorch 2.13 the error advises to mark each
-# call. That frees the gradients all the same ([issue 169545](https://github.com/pytorch/pytorch/issues/169545)).
+# optimizer step begins, so that its four micro-steps share no memory. Before PyTorch 2.13 the error message advises to mark
+# every call. Don't: each mark frees the gradients of the micro-step before ([issue
+# 169545](https://github.com/pytorch/pytorch/issues/169545)).
 #
 # The course's loop tried two modes with accelerate's branch, each in a process of its own, on a small model.
 
@@ -335,9 +338,9 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* has both. Against the plain loop it gains nothing that we can show: 1.08 times on the H200, 0.89 on the H100.
-# It is here for what comes next. A speed-up is the median of ratios round by round, so it can differ from the quotient of two
-# times.
+# *No host waits* has both. The table's 0.92 is against *pinned*. Against the plain loop it is 0.89 on the H100 and 1.08 on the
+# H200: no gain that we can show. It is here for what comes next. A speed-up is the median of ratios round by round, so it can
+# differ from the quotient of two times.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
@@ -472,7 +475,7 @@ with torch.no_grad():
         print(f"strides {x.stride()}: {1e3 * seconds(layer, x, times=50):.3f} ms")
 
 # %% [markdown]
-# A model gains only where no layer leaves the layout. GroupNorm, compiled, does, and each convolution after it copies.
+# A model gains only where no layer leaves the layout. Compiled GroupNorm leaves it, and each convolution after it copies.
 # `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in it.
 #
 # One image of 512 × 512 doesn't fill a large GPU either. Micro-batches are independent until their gradients are added, so
@@ -510,7 +513,11 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# **Takeaway.** When the GPU is busy, ask what with: copies between layouts, and kernels that fill a part of it.
+# The largest gain here is *encoders compiled*. Launches were free already, so it is probably merged kernels that move fewer
+# bytes.
+#
+# **Takeaway.** When the GPU is busy, ask what with: unmerged chains, copies between layouts, and kernels that fill a part of
+# it.
 
 # %% [markdown]
 # ## 6 · Less work for the same gradients
@@ -543,9 +550,10 @@ print(f"spread of a latent over steps: {cached.std(0).mean():.2f}; of one sample
 
 # %% [markdown]
 # LoRA's thin products are slow for their size (lab 01). *Folded*, no activation passes through them: form $W' = W + BA$ once a
-# step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and
-# $\partial L/\partial B = G A^\top$. $W'$ is rounded to half precision. The plain layer rounds its output, and loses about as much.
-# `labutils/layers/lora_folded.py` does it for all layers of a shape at once.
+# step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and $\partial L/\partial B =
+# G A^\top$. Lab 01's factor $\alpha/r$ goes before $BA$, and before both projections. $W'$ is rounded to half precision. The
+# plain layer rounds its output, and loses about as much. `labutils/layers/lora_folded.py` does it for all layers of a shape at
+# once.
 
 # %%
 torch.manual_seed(0)
@@ -583,8 +591,8 @@ columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Encoding every image once costs its seconds before the first step. It has paid as compiling has: after that time over what
-# a step saves.
+# Encoding every image once costs its seconds before the first step. On the H100 it took 4.2 s and saves 16 ms a step: it has
+# paid after about 260 steps.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -607,13 +615,17 @@ for found in (rungs, h200) if lab.device == "cpu" and h200 else (rungs,):
 lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
+# From the first rung to the last the step became 34 times as fast on the H100, and 31 times on the H200. The last rung takes
+# 2.9 and 2.7 times its floor.
+#
 # Of the article's ladder only ratios can be compared: its card is another, and its step may be one image (lab 02). At its 85 %
 # utilisation all idle time together is worth a factor of 1 / 0.85. Beside our GPUs the host costs far more. Hence *same work*
 # gains most beside a slow host and a fast card, and *same mathematics* on any.
 #
 # The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, 20 and 27 beside our
-# H200, so over all our machines that verdict *differs between hosts*. Such a reading is coarse, and covers other steps than
-# those timed. Kernel time over step time rises 1.9 and 1.7 times.
+# H200, so over all our machines that verdict *differs between hosts*. Such a reading is coarse. With the kernel times of
+# section 1, kernels over step rise 1.9 times from *stock* to *pinned* on the H100, 1.7 on the H200. *Pinned* itself is no
+# contradiction: 398 to 391 ms and +6 % both hold, as the percentage is the median of ratios within rounds.
 #
 # In the picture, hollow means less than the stock loop's own jitter. That says nothing against a captured rung: its interval
 # stands beside it.
@@ -633,8 +645,8 @@ def kinds(found):
 lab.show([runs["folded LoRA"]], kinds, experiment="ladder", rung="folded LoRA")
 
 # %% [markdown]
-# **Takeaway.** First the data, then the host, then the work itself, and last the kernels. What a rung is worth shows only
-# when the slower thing before it is out of the way.
+# **Takeaway.** First the data, then the host, then the kernels and the work. What a rung is worth shows only when the slower
+# thing before it is out of the way.
 
 # %% [markdown]
 # ## Exercises

@@ -20,7 +20,7 @@
 #
 # Article A2 replaces the linear layers of a language model by layers in FP8, numbers of 8 bits. Tensor cores multiply them at
 # twice the rate of 16-bit numbers. Yet the article's step got only 4 to 7 % shorter, and its memory stayed as it was. In this
-# lab you find where speed and memory went, and write a frozen layer that gets both.
+# lab you find what can take the speed away and where the memory went, and write a frozen layer that gets both.
 #
 # **After this lab you can**
 # - read the 8 bits of an FP8 number, and say what a cast does beyond the range and near zero;
@@ -117,7 +117,8 @@ plt.show()
 # **Question.** E4M3 ends at 448. The article warns that in a plain cast 1,000 and 1,000,000 both become 448, and 0.00005
 # becomes 0. Do they?
 #
-# **Prediction.** Which number does 1,000 become in your version of PyTorch?
+# **Prediction.** Which number does 1,000 become in your version of PyTorch? If you expect NaN, which is no number, write it
+# down for yourself and go on.
 
 # %%
 my_cast: float | None = None  # a number; None if you expect NaN
@@ -139,8 +140,8 @@ lab.keep(Run("05", "fp8-cast", tags={"experiment": "fp8-cast"}, metrics=found))
 lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes")
 
 # %% [markdown]
-# The answer depends on the version. Up to PyTorch 2.11 an eager cast of anything above 464 gave **NaN**, and a compiled one
-# 448. PyTorch 2.13 gives 448 in both. E5M2 has an infinity: 1,000,000 becomes *inf* there, in any version.
+# The answer depends on the version. Our page ran PyTorch 2.11: there an eager cast of anything above 464 gives **NaN**, and a
+# compiled one 448. PyTorch 2.13 gives 448 in both. E5M2 has an infinity: 1,000,000 becomes *inf* there, in any version.
 #
 # **Takeaway.** Scale or clamp before you cast. That means the same in every version.
 
@@ -220,7 +221,8 @@ ax.legend(loc="lower right")
 plt.show()
 
 # %% [markdown]
-# In JupyterLab the slider moves the numbers through the range. Below −10 they become 0, above 8.8 they become 448.
+# In JupyterLab the slider moves the numbers through the range. The axis is log2 of the scaled magnitude. Below −10 a number
+# becomes 0, above 8.8 it becomes 448.
 
 
 # %%
@@ -238,8 +240,8 @@ def draw(power):
 lab.choose(draw, {"power": range(-16, 7)});
 
 # %% [markdown]
-# **Takeaway.** The F in FP8 stands for floating. A scale that is too small by some powers of two costs nothing. One that is
-# too large cuts off the largest values, which count most.
+# **Takeaway.** The F in FP8 stands for floating. A scale $2^{10}$ times too small costs nothing, and $2^{13}$ times doesn't yet
+# double the error. One that is too large cuts off the largest values, which count most.
 
 # %% [markdown]
 # ## 4 · Yesterday's scale
@@ -306,11 +308,13 @@ lab.keep(Run("05", "fp8-delayed", tags={"experiment": "fp8-delayed"}, metrics=fo
 lab.verdict("A2.fp8.delayed")
 
 # %% [markdown]
-# A slow drift costs nothing. At a spike, everything above the AMAX of the steps before is cut off. A long history remembers the
-# first spike when the next one comes. But where a tensor shrinks for good, it keeps the old scale, and most numbers become 0.
+# A slow drift costs nothing. At a spike, everything above the AMAX of the steps before is cut off: that step is 89 % off. A
+# long history remembers the first spike when the next one comes. But where a tensor shrinks for good, it keeps the old scale,
+# and most numbers become 0.
 #
-# Transformer Engine's default history is 1,024 steps; the course's *fp8-te* has 16, so that a lab's few steps fill it. Each
-# tensor of each layer has such a history: state, which a captured step must carry along and a checkpoint must save.
+# Transformer Engine's default history is 1,024 steps; the course's layers of Transformer Engine, *fp8-te*, have 16, so that a
+# lab's few steps fill it. Each tensor of each layer has such a history: state, which a captured step must carry along and a
+# checkpoint must save.
 #
 # **Takeaway.** Delayed scaling is safe for what changes slowly. A scale from the tensor itself has no past to mislead it.
 
@@ -345,9 +349,9 @@ print(f"The product is {off(multiply(x8, W8, x_inverse, W_inverse), x @ W.T):.1%
 # %% [markdown]
 # Each factor is 2.6 % off. Independent errors add as squares: $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
 #
-# Now the time. With $x$ of $m$ rows and $k$ columns, and $n$ outputs, FP8 saves $2mkn\,(1/R_{16} - 1/R_8)$ of the product's
-# time. Quantising moves 5 bytes a number of $x$: two readings of BF16, one writing of FP8. That is $5mk/B$. Both contain $mk$,
-# so only the outputs decide:
+# Now the time. Let $R_{16}$ and $R_8$ be the rates of both formats, and $B$ the bandwidth. With $x$ of $m$ rows and $k$
+# columns, and $n$ outputs, FP8 saves $2mkn\,(1/R_{16} - 1/R_8)$ of the product's time. Quantising moves 5 bytes a number of
+# $x$: two readings of BF16, one writing of FP8. That is $5mk/B$. Both contain $mk$, so only the outputs decide:
 #
 # $$n^* = \frac{5}{2B\,(1/R_{16} - 1/R_8)}$$
 
@@ -438,13 +442,14 @@ plt.show()
 lab.verdict("A2.fp8.rate")
 
 # %% [markdown]
-# With quantising, the measured curves cross 1 later than the formula says. A product of side 1,024 does not fill the H200, so
-# FP8 makes it little faster, and quantising is a kernel more. Eager quantising takes several kernels, each of which goes over
-# all of $x$. Compiled, it is one. At 8,192 it beats the formula on the H200. Two likely reasons: a kernel that keeps a row
-# close by moves 3 bytes a number and not 5, and products with a scale a row ran at 1,541 TFLOP/s there.
+# The formula is for the red curve: quantised on the way, and compiled. That curve crosses 1 later. A product of side 1,024 does
+# not fill the H200, so FP8 makes it little faster, and quantising is a kernel more. Eager quantising takes several kernels,
+# each of which goes over all of $x$. Compiled, it is one. At 8,192 the red curve beats the formula on the H200. Two likely
+# reasons: a kernel that keeps a row close by moves 3 bytes a number and not 5, and products with a scale a row ran at 1,541
+# TFLOP/s there.
 #
-# **Takeaway.** Only the tensor core is twice as fast. By bytes alone FP8 needs a thousand outputs. Square products on the H200
-# won from 2,048 on with quantising compiled, and from 8,192 on eager.
+# **Takeaway.** Only the tensor core is nearly twice as fast. By bytes alone FP8 needs a thousand outputs. Square products on
+# the H200 won from 2,048 on with quantising compiled, and from 8,192 on eager.
 
 # %% [markdown]
 # ## 6 · One byte a parameter
@@ -525,8 +530,10 @@ lab.show(
 )
 
 # %% [markdown]
-# The frozen layer has half the bytes. On the H200 it is slower than BF16 in eager PyTorch, for section 5's reason. Compiled, it
-# is both smaller and faster. torchao's training layer keeps BF16 weights and is made to be compiled with its block: lab 06's subject.
+# On an earlier H200 `te.Linear` held 2 bytes a parameter at rest and 4 running: the BF16 weight, and two copies in FP8. So the
+# article's memory could not shrink. The frozen layer has half of BF16's bytes. On the H200 it is slower than BF16 in eager
+# PyTorch, for section 5's reason. Compiled, it is both smaller and faster. torchao's training layer keeps BF16 weights, and is
+# made to be compiled with its block.
 #
 # **Technique: the article's way.** It attached LoRA first, since PEFT refused `te.Linear`, then swapped the layers. Its swap takes
 # every `nn.Linear` of language model and projector, adapters included. The course swaps frozen layers only, without the head.
@@ -571,7 +578,8 @@ with lab.attempt("LoRA on te.Linear", experiment="te-peft"):
 lab.verdict("A2.te.peft-refuses")
 
 # %% [markdown]
-# For a type that PEFT does not know, "adapters first, then the swap" is still the way:
+# It no longer does: today's PEFT wraps `te.Linear` in `lora.TeLinear`. For a type that PEFT does not know, "adapters first,
+# then the swap" is still the way:
 
 # %%
 lora = LoraConfig(target_modules=["0"])
@@ -634,7 +642,8 @@ def layer_errors(W, x, dY):
 
 # %% [markdown]
 # Trained language models have *outliers*: a few channels whose activations are tens of times larger. Random weights have none.
-# So we **plant** some: three entries of each RMSNorm's weight are made 60 times larger.
+# So we **plant** some: three entries of the two RMSNorm weights in each block are made 60 times larger. The last norm, before
+# *lm_head*, stays.
 
 # %%
 width, depth = (256, 2) if tiny else (1024, 6)
@@ -677,10 +686,10 @@ for name, build in models.items():
     lab.table(by_type[chosen].rename_axis("layer").reset_index())
 
 # %% [markdown]
-# In FP8 the number of scales hardly matters: 3.7 % nearly everywhere, since each number brings its own exponent. INT8 has one
-# step size for a tensor: better than FP8 on even tensors, worse on outliers. *o_proj* and *lm_head* saw no planted outlier.
-# *down_proj* has some of its own: its input is a product of two activations. Rows look better with outliers only because of
-# how we planted them: the outlier is each row's maximum, which 448 holds exactly.
+# In FP8 the number of scales hardly matters: 3.7 % nearly everywhere, with blocks of 32, too, since each number brings its own
+# exponent. INT8 has one step size for a tensor: better than FP8 on even tensors, worse on outliers. *o_proj* and *lm_head* saw
+# no planted outlier. *down_proj* has some of its own: its input is a product of two activations. Rows look better with outliers
+# only because of how we planted them: the outlier is each row's maximum, which 448 holds exactly.
 #
 # From which size of outlier on is INT8 worse? One layer, three of 1,024 channels made larger:
 

@@ -162,8 +162,7 @@ lab.keep(Run("06", "token-counts", tags={"experiment": "token-counts"}, metrics=
 lab.verdict("A2.anyres.tokens", "A2.fixed.no-anyres")
 
 # %% [markdown]
-# The smallest grid has two tiles, so no image is a single tile. One of 336 × 336 is shown once as it is, and once in the middle
-# of two tiles.
+# The smallest grid has two tiles, so no image is a single tile.
 #
 # **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image small: 1,176 tokens instead of 2,928.
 
@@ -223,7 +222,7 @@ assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
 # The tiles are padded, too: to as many as the image with the most has. Cutting tiles takes time on the host, a tenth of the
-# H200's step. This is why the ladder of section 6 begins with workers.
+# H200's step.
 #
 # **Takeaway.** Report useful tokens a second and images a second together. A small square raises the second number by throwing
 # pixels away.
@@ -233,10 +232,10 @@ assert torch.equal(ours["labels"][0], course["labels"])
 #
 # **Question.** Five methods, six batch sizes. Which saves time, which saves memory?
 #
-# *fp8-te*, as in the article, is Transformer Engine's FP8 in frozen layers. *compile* compiles the blocks one by one, *fixed*
-# does so on small squares. *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and
-# *fixed* with FP8. A CPU compiles nothing, and has *eager-fixed* instead. All compute their blocks again in the backward pass.
-# The article doesn't mention that. But it reports 16 GB, and weights take 15 of them: no other way fits.
+# *fp8-te* is Transformer Engine's FP8, here in frozen layers only. *compile* compiles the blocks one by one, where the article
+# compiles the model. *fixed* does so on small squares. *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's
+# layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing, and has *eager-fixed* instead. All compute their blocks
+# again in the backward pass. The article reports 16 GB, and weights take 15 of them: no other way fits.
 #
 # **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA saves weights. But PEFT's
 # preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes instead of two.
@@ -283,10 +282,11 @@ lab.show(runs.select(**some), lab06_anyres.side_by_side, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# MFU is the share of the dense peak, FP8's where products are in FP8. Examples are images. FP8 launches more kernels. On our
-# first H200 it lost at batch 1 and won at batch 4. BF16 helped: it took 4.7 times as long for 4 times the work. *fixed* trains
-# on more images a second, but on fewer useful tokens: its images hold less. The lines of memory cross earlier than the formula
-# says. The formula leaves out the block that is computed again, which has float32 inside, too.
+# Examples are images. BF16 came twice, and differed by more than 3 %: an unsteady machine. Then no verdict is drawn from a
+# time. At batch 1 *compile* and *fixed* probably save time, QLoRA and *fp8-frozen* save memory. FP8 launches more kernels, so
+# it probably waits for the host: on our first H200 it took 31 % longer than BF16 at batch 1, and 12 % less at batch 4. *fixed*
+# trains on more images a second, but on fewer useful tokens: its images hold less. The lines of memory cross at batch 10; the
+# formula says 13. It leaves out the block that is computed again, which has float32 inside, too.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -342,11 +342,12 @@ plt.show()
 
 # %% [markdown]
 # Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default the second length is
-# compiled anew, and its code then takes any length. The third step brings that length, and is nearly all compiler. Here only
-# Dynamo is at work. Inductor, which comes behind it, takes seconds. After 8 versions of a function PyTorch runs it uncompiled.
+# compiled anew, and its code then takes any length. The third step brings that length, and is nearly all compiler. After 8
+# versions of a function PyTorch runs it uncompiled.
 #
-# So why would a model recompile again and again? Its code asks the device for sizes. To put image tokens into their places, the
-# published model counts them on the device. A collator can say beforehand which image token belongs where.
+# So why would a model recompile again and again? Its code asks the device for sizes. Each question breaks the graph in two: a
+# *graph break*. To put image tokens into their places, the published model counts them on the device. A collator can say
+# beforehand which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -407,11 +408,11 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes
-# did not make the article's compiler start over. On varied images the published model goes on recompiling. With places from the
-# collator and compiled blocks that ends after two steps.
+# On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes did
+# not make the article's compiler start over. On varied images the published model goes on recompiling.
 #
-# **Takeaway.** Most recompilations come from code that asks for sizes. Change that code, and images may have any shape.
+# **Takeaway.** Places from the collator and compiled blocks together end recompilations, for images of any shape. This run
+# doesn't separate the two.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
@@ -475,9 +476,9 @@ def sums(found):
 lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="methods")))
 
 # %% [markdown]
-# The article's step got 47 to 53 % shorter. Compiling and fewer FLOPs give 40 to 46 of these points. Seven points are left, and
-# constant shapes can explain no more than these. A negative rest points to a host that sets the pace: there less work saves less
-# time.
+# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points, and seven are left for
+# constant shapes. Our own rest is negative: there the host probably sets the pace, and less work saves less time. If it did so
+# in the article, more than seven are left.
 #
 # One more experiment tests constant shapes alone, with compiled blocks. Rows are either as long as they come (*blocks
 # compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles
@@ -498,10 +499,10 @@ lab.show(three, columns, **both)
 lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 
 # %% [markdown]
-# On the H200 padded rows took 18 % less a computed token. But both steps lie some 70 ms above their floor, the host's share,
-# spread over more tokens. Useful tokens per second fell.
+# Padded rows took 18 % less a computed token on the H200, which is within the noise: this test decides nothing there.
 #
-# What would higher fixed resolutions cost? The line tells only where the dots lie near it. On the H200 they don't.
+# A line through steps of all lengths would tell what a higher fixed resolution costs, if the dots lay near it. On the H200 they
+# don't.
 
 # %%
 run = shaped["no host waits" if tiny else "blocks compiled"]
@@ -585,9 +586,8 @@ for loss in losses.values():
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# The ladder starts with the plain loop on images of varied shapes. Each rung keeps the changes above it: tiles cut beside
-# training; places from the collator, no question to the GPU; fused AdamW; compiled blocks; packed rows with a chunked loss;
-# logits at the answers only; the frozen tower's features computed once; FP8 weights.
+# The ladder starts with the plain loop on images of varied shapes. Each rung keeps the changes above it. Milliseconds are
+# medians, rates are over all steps.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -612,11 +612,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# Images a second grow as useful tokens do: no pixel was given up. A packed step holds several examples, so its gradient is that
-# of a larger batch.
+# Packed, AnyRes computes a token about as fast as *fixed* does, 63 against 65 ms for 1,000, and probably gets through as many
+# images a second. A packed step holds several examples: it takes 58 GB instead of 27, and its gradient is that of a larger
+# batch.
 #
-# **Takeaway.** No image had to change its shape. On our H200 all rungs together make a useful token 4.2 times as cheap.
-# Compiling gave 1.6 times, workers 1.4, FP8 1.36.
+# **Takeaway.** No image had to change its shape. On our H200 all rungs together made a useful token probably 4.3 times as cheap
+# (3.1 to 4.9). Of single rungs only FP8's 1.36 is larger than the noise.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -675,8 +676,9 @@ print("577 rows through the frozen layer:", tuple(taken.shape))
 # %% [markdown]
 # The tower does 2 % of a step's FLOPs, so it was never what held FP8 back.
 #
-# Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with the layers
-# that the article calls sensitive left in BF16; and lab 05's frozen layer, under PEFT's plain LoRA layer.
+# Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with
+# *o_proj*, which the article calls sensitive, and *down_proj* left in BF16; and lab 05's frozen layer, under PEFT's plain LoRA
+# layer.
 
 # %%
 width, blocks, length = (2048, 2, 512) if on_gpu else (256, 2, 128)
@@ -790,9 +792,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# On a CPU *BF16* is float32, and FP8 is emulated. *After* shows what a library holds beyond the weights that it was given. A layer
-# that is built with gradients switched on has both layouts from the start. *transposes dropped* frees the second one after each
-# step. No row is compiled. Compiled, the frozen layer is faster than BF16: see section 6's ladder.
+# It can: Transformer Engine holds one byte a parameter, if the transposed copy is dropped after each step. QLoRA's memory it is
+# not: section 3's model took 10.4 GB with lab 05's layer, and 8.1 with QLoRA. On a CPU *BF16* is float32, and FP8 is emulated.
+# *transposes dropped* frees the second one after each step. No row is compiled.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -867,10 +869,11 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# If both signs appear, the seeds decide. One sign on all three seeds is a hint: chance alone gives it in one case of four. Compare
-# *loss drop*: 4-bit weights are another model, which starts elsewhere. With random weights the article's losses can't be judged.
+# BF16's own final losses lie within 1.1 %. All five methods differ from it with one sign on all three seeds. That is a hint:
+# chance alone gives it in one case of four. QLoRA's 4-bit weights are another model, which starts elsewhere, so compare its
+# *loss drop*: that has both signs. With random weights the article's losses can't be judged.
 #
-# **Takeaway.** One run against another can't tell an effect from a seed.
+# **Takeaway.** Measure the spread over seeds before you believe a difference.
 
 # %% [markdown]
 # ## 9 · Which method for me?
@@ -964,6 +967,8 @@ if on_gpu and answers:
 lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
+# Here *fixed* compiles its blocks in 8 s, where the article compiled the model in 106. So it overtakes BF16 after 24 steps.
+#
 # **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 
 # %% [markdown]

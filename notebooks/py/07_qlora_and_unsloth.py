@@ -25,7 +25,7 @@
 # **After this lab you can**
 # - quantise weights to 8 and 4 bits, bit for bit as bitsandbytes does;
 # - set up QLoRA with transformers, PEFT and bitsandbytes, and say what each line changes;
-# - predict what 4 bits cost in time, from bytes and bandwidth;
+# - compute what restoring 4-bit weights costs a GPU, and see what that leaves open;
 # - send activations to the host in six lines;
 # - compare two recipes like for like: the same rows, formats and memory;
 # - train adapters, show what they changed, and swap them.
@@ -259,12 +259,12 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They
-# nearly are. The difference comes from the blocks: each holds one number that is exactly 1 or −1, and these are the spikes in
-# the picture.
+# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are
+# not quite: NF4's last level lies at 1.85 sigma, and the largest of 64 weights at 2.6 on average. So codes near zero are too
+# frequent. The spikes in the picture are the blocks' largest weights, which are exactly 1 or −1.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits, quantiles take a seventh more, and double quantisation gives most of the
-# constants' bits back. A weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. Quantiles lower it by another seventh. Double quantisation gives most
+# of the constants' bits back. A weight takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -494,9 +494,10 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# One rule holds in both labs: the slower of GPU and host decides. On full rows restoring costs the GPU its bytes, 4 % of the
-# H200's step. But 4 bits made this step 14 % longer, interval 6 to 18. The host is a suspect: a 4-bit layer is several
-# launches and more Python. At lab 06's batch of 1 this host needs 118 ms more, for 672 calls of such layers.
+# On the H200 4 bits made the step 56 ms longer: 14 %, interval 6 to 18. The kernels that restore weights take 17 of the 56,
+# about what their bytes say. The host is a suspect for the rest: a 4-bit layer is several launches and more Python. At lab 06's
+# batch of 1 such layers are called 672 times. That would cost this host 118 ms, if each call cost what a forward call does
+# here.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
@@ -545,9 +546,9 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# A block keeps one input and no other byte. These copies stop the GPU. The course's `Parking`
-# (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor while the
-# block behind it is computed.
+# The eight blocks' inputs are all that is kept. The other eight tensors are empty. These copies stop the GPU. The course's
+# `Parking` (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor
+# while the block behind it is computed.
 #
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
@@ -564,12 +565,12 @@ lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
 # Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer. Checkpoints made 39 of
-# that. Restoring weights makes 3, by the formula. This lab does not take the other 21 apart. A suspect: between blocks all is
-# float32.
+# that. Restoring weights makes 3, by the formula. This lab does not take the other 21 apart. A suspect is float32: PEFT has put
+# embedding and norms into it, so blocks hand on float32 numbers.
 #
 # QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length.
-# Offloading adds little here: the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7
-# computes the loss chunk by chunk.
+# Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: the *logits*, one number for each token and
+# each of 152 thousand words, set the peak. Section 7 computes the loss chunk by chunk.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -605,7 +606,9 @@ def load_with_unsloth(folder):
 # %% [markdown]
 # One of its ideas needs no library. For a token, $x(BA)^\top$ forms a matrix as large as the weight; $(xA^\top)B^\top$ never does.
 #
-# **Prediction.** With $r = 8$, how many times the FLOPs does the first order take, gradients included?
+# **Prediction.** A block of Qwen3-8B has two matrices of 4096 × 4096, two of 4096 × 1024 and three of 4096 × 12288. With $r =
+# 8$ and 3,444 tokens, how many times the FLOPs does the first order take, gradients included? The gradients of A and B take the
+# thin way in both.
 
 # %%
 my_order: float | None = None  # for example 10
@@ -667,12 +670,14 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
 # **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA.
+# On short texts it is worth two in memory, and probably near three in time: QLoRA's own readings there were 981 and 838 ms.
 # This lab doesn't measure which of its parts brings that.
 
 # %% [markdown]
 # ## 7 · Like for like
 #
-# **Question.** The same 4 bits restored to BF16, the same checkpoints, the same rows: how near to unsloth does plain PyTorch come?
+# **Question.** The same 4 bits restored to BF16, blocks checkpointed in both, the same rows: how near to unsloth does plain
+# PyTorch come?
 #
 # **Technique.** Rows packed from several texts, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are
 # new. bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise
@@ -750,7 +755,8 @@ if rival and rival.ok and ours.ok:
 # **Question.** The article had to stop at batch 2 for the 32B with LoRA and QLoRA, in 96 GB. What does batch 4 take?
 #
 # **Prediction.** Weights alone are $32.8 \cdot 10^9$ parameters in 16 bits. QLoRA holds $31.2 \cdot 10^9$ of them in 4.127
-# bits, and embedding and head in float32. How many GB does QLoRA peak at?
+# bits, and embedding and head in float32. On top come two to three copies of the logits, each of 4 × 2,048 × 152,000 numbers in
+# float32, and 64 checkpoints. How many GB does QLoRA peak at?
 
 # %%
 print(f"16 bits: {2 * 32.76:.1f} GB; 4 bits: {31.21 * 4.127 / 8 + 4 * 1.556:.1f} GB")

@@ -109,8 +109,8 @@ if not on_gpu:
 # much of that can a training step use?
 #
 # **Technique.** If two of every four weights are zero, tensor cores skip the zeros. Vendors print that rate, *with sparsity*.
-# Training has no such zeros: its peak is the dense one, half of it. For FP64 and INT32 count the lanes: a multiprocessor of
-# the H100 has 64 for each beside 128 for FP32. The Blackwell card's has 2 and 128.
+# Training has no such zeros: its peak is the dense one, half of it. For FP64 and INT32 count arithmetic units: a multiprocessor
+# of the H100 has 64 of each beside 128 for FP32. The Blackwell card's has 2 and 128.
 #
 # **Your prediction:** what is the H100's dense BF16 peak?
 
@@ -162,7 +162,7 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 # **Technique.** Follow two clocks through the launches of a step. One launch takes the host $c$, and its kernel the GPU $k$.
 #
 # - The host's clock advances by $c$.
-# - The kernel starts once it is launched and the kernel before it is done. The GPU's clock shows when it ends.
+# - The kernel starts when it has been launched and the previous kernel has ended. The GPU's clock shows its end.
 # - Where the host reads a result, it *waits*: its clock jumps to the GPU's.
 #
 # That is the *replay*. If all $n$ launches are alike, with kernels of $K$ in all and $w$ waits evenly spread, it has a short form.
@@ -288,7 +288,7 @@ my_host: float | None = None  # for example 5
 lab.predict("host's time for a launch in the experts' loop (on a thin model)", my_host, "us")
 
 # %% [markdown]
-# **Takeaway.** The bare call is a small part of a launch. Python, autograd and adapters take the rest.
+# **Takeaway.** A launch from `x.neg_()` takes 5 µs. Modules, autograd and adapters make it up to eight times that.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -399,12 +399,12 @@ if beyond:
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Where *kernels* decide, the prediction is hardly more than their sum. That is the easy case. Where the *host* decides, the
-# prediction comes from another step. That is the hard case. On a CPU both add up.
+# Where *kernels* decide, the prediction is hardly more than their sum. Where the *host* decides, it comes from another step. On
+# a CPU both add up.
 #
-# The error bar covers only how far the host's speed moved between the two readings. If a launch costs the light step more than
-# the real one, the bar doesn't show it. So trust the replay as far as the line under the table says, and not as far as its
-# bar.
+# On the H200 the expert loop failed this test: predicted 39 % too long. Its 60,220 launches took 1,278 ms, so 21 µs each at
+# most. The light step said 27.7. The error bar can't show that: it covers only how the host's speed moved. Sections 6 to 8 keep
+# 27.7. Their host is too slow.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
@@ -468,10 +468,10 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# Where launches fall and the kernels' time stays, the gain was the host's. A captured step is the easiest to predict: it lasts
-# as long as its kernels. A CPU captures none.
+# Grouping cut the H200's launches to an eighth and halved the kernels' time. The step fell to a fifth, to hardly more than its
+# kernels. A captured step lasts as long as they do. A CPU captures none.
 #
-# The picture shows two milliseconds of three traced forward passes. The host's row has the profiler's cost in it.
+# Each picture shows two milliseconds of a forward pass. Tall bars are widened.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -496,8 +496,8 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Question.** If the host decides, a slower host must lengthen the step by as much as the replay says. Does it?
 #
-# **Technique.** Section 3's dispatch mode with a delay, on a small network. Even a delay of 0 costs something: every operation
-# takes a *detour* through Python.
+# **Technique.** Section 3's dispatch mode with a delay, on a small network. Even a delay of 0 costs something, the *detour*
+# through Python.
 
 # %%
 model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).to(lab.device)
@@ -520,8 +520,8 @@ for delay_us in (0, 20, 100):
 # **Measurement.** Section 4 has timed its steps beside slower hosts as well. A light step beside the same slower host gives $c$,
 # with delay and detour in it. The x axis is the growth of $c$.
 #
-# **Your prediction:** by how many µs must a launch in the expert loop get slower until this card takes as long as an RTX PRO
-# 6000 Blackwell Max-Q with the host as it is?
+# **Your prediction:** by the replay, how many µs slower must a launch in the expert loop be until this card takes as long as an
+# RTX PRO 6000 Blackwell Max-Q with the host as it is?
 
 # %%
 my_flip: float | None = None  # for example 10
@@ -566,8 +566,8 @@ if flips:
 
 # %% [markdown]
 # The last column says how far a curve misses the points. On the H200 the expert loop fails this test: its step grew half as
-# much as the replay says. By the points it draws level near 24 µs, not at 4. Left of its crossing with a level this card wins,
-# right of it, it loses. That is one way to the article's result.
+# much as the replay says. The level comes from the same replay, so 4 µs is no result. Left of a crossing this card wins, right
+# of it, it loses. That is one way to the article's result.
 #
 # **Takeaway.** A fast card with a slow host is a slow card, unless its steps are captured.
 
@@ -615,7 +615,8 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # On paper these cards are up to five times apart. In the expert loop the replay, which overrates the host, has them near equal.
-# A waiting card draws less than the largest power that the table counts: on the H200 274 W in the loop, 654 captured.
+# For a yen and for a watt the Blackwell card gives more than the H100. A waiting card draws less power than the table counts:
+# the H200 274 W.
 #
 # **Takeaway.** Where the host decides, a faster card buys little.
 
@@ -669,8 +670,8 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
         print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour.{ruled_out}")
 
 # %% [markdown]
-# No, even at the dense peak, and large products reach four fifths of it (lab 00). Checkpointing is in this count: without it 32
-# texts don't fit the card (section 9). So the batches were shorter, between the mean and the longest. Everything below is
+# No, not even at the dense peak: 8,622 with attention counted, as in the verdict below. Checkpointing is in this count: without
+# it 32 texts don't fit the card (section 9). So the batches were shorter, between the mean and the longest. Everything below is
 # computed for both, *padded* and *at the mean length*. Where they disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
@@ -772,7 +773,7 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # where the host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / (2n)$. **The
 # host:** the article says only that the H100's launched too slowly.
 #
-# The article also says *about 5,000 examples an hour* of gpt-oss-120b. Its own table has 7,300.
+# At section 4's 21 µs the factor 1.43 becomes 1.12.
 #
 # **The test.** An examples-an-hour count depends on the share of the peak that kernels reach, and unsloth's kernels are others.
 # A ratio of two cards depends less on it. Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
@@ -796,7 +797,7 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long: a ratio of 2.1 survives that, one of 1.3 doesn't.
+# On the H200 it predicts 11 and 31 % too long. The models' ratio of 2.1 survives that. The cards' ratio of 1.3 doesn't.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -866,9 +867,9 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Whether batch 4 fits depends on checkpointing, which the article doesn't mention. Without it, its own batch of 2 would not
-# fit either. By this lower bound 32 texts of gpt-oss-120b fit the H100, and the article trained on 16. Room to unpack experts, or
-# attention that is no single kernel, may take the difference.
+# The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So it probably had it, and
+# then batch 4 fits, too: lab 07 measured 50 GB. By this lower bound 32 texts of gpt-oss-120b fit the H100, and the article
+# trained on 16. This lab doesn't know why.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 

@@ -85,21 +85,18 @@ if device == "cpu":
 #
 # **Question.** Which advice shortens the step, which saves memory, and what does it cost?
 #
-# The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in
-# the times. *base* is the article's mixed precision, *float32* the same loop without it and without TF32. Every other row
-# changes one thing of one of these two.
-#
-# *cudnn.benchmark* also permits TF32, which FP16 convolutions ignore. PyTorch caches one algorithm per shape and TF32
-# setting. With base's setting this row would only reuse base's choice.
+# The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in the
+# times. *base* is the article's mixed precision, *float32* the same loop without it and without TF32, a rounding that section 2
+# explains. Every other row changes one thing of one of these two.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there
-# and back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the
-# table says *unsteady machine*. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the
-# cell and read on.
+# One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there and
+# back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the
+# table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a time says *probably*
+# at most. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -187,7 +184,8 @@ lab.show(numbers, columns, experiment="numbers")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 
 # %% [markdown]
-# Weights are random here, so gradients have another size than a trained model's, and another share underflows.
+# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Weights are random here: a trained
+# model's gradients have another size, and another share underflows.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
 # CPU it is scored against the H200.
@@ -203,11 +201,11 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the floor fell to a fifteenth, but the step only to a fifth. Once the host is the bottleneck, shorter kernels
-# change nothing. Lab 04 has the cure.
+# On the H200 the floor fell to a fifteenth, and the step probably to a fifth. The host probably sets the pace now: section 3
+# looks at that. Lab 04 has the cure.
 #
-# **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second. A difference below 20 % needs
-# several batches.
+# **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second. The 15 % between autocast and
+# *throughout* are one batch's, and the two forms also scale the loss by other factors.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -239,7 +237,8 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 # rearrange or transform inputs and filters first, and need room for the result: a *workspace*. It is no tensor, so no list of
 # tensors shows it, and PyTorch sets it no limit: it takes the first algorithm that cuDNN suggests and that runs ([issue
 # 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures it for five convolutions of the UNet, frozen as
-# they are there, and names the longest kernel. *fft* and *cf32*, complex numbers, stand for a Fourier transform.
+# they are there. The backward pass's input, at most 0.08 GB, is counted with it. The cell also names the longest kernel. *fft*
+# and *cf32*, complex numbers, stand for a Fourier transform.
 
 
 # %%
@@ -365,16 +364,16 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Accumulation tells who sets the pace. On the H200 one example takes 107 ms, eight together 112. The extra seven vanish in the
-# noise: the host launches as many kernels for one example as for eight. Checkpointing cost 72 %, above the arithmetic's 50. A
-# likely reason: the host has to launch the forward pass again. Accumulation launches everything eight times.
+# Accumulation hints at who sets the pace. On the H200 one example takes 107 ms, eight together 112, on an unsteady machine.
+# Probably the host decides: it launches as many kernels for one example as for eight. Checkpointing probably cost more than the
+# arithmetic's 50 %, as the host has to launch the forward pass again. Accumulation launches everything eight times.
 #
 # *Selective* checkpointing keeps the results of products, so it computes less a second time. It was slower all the same. The
 # likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its result. A
 # trace as in lab 02 tests that.
 #
-# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, checkpointing costs much
-# less time than accumulation.
+# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs
+# far more time.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -382,7 +381,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. One with moments in 8 bits
-# (bitsandbytes) may be a little off.
+# (bitsandbytes) may be a little off. *cudnn.benchmark* also permits TF32, which FP16 convolutions ignore. With base's setting
+# PyTorch would only reuse base's cached choice.
 
 # %%
 import bitsandbytes as bnb
@@ -417,9 +417,9 @@ print(f"{tried} switches tried, {left} don't surely shorten the step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# First look at *base again*, then at the intervals. One that lies within that row's says nothing, even without a 0 in it. A
-# table without that row can't tell. An earlier one of ours gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update
-# only a thousandth of the weights.
+# First look at *base again*, then at the intervals. One that lies within that row's says nothing, even without a 0 in it. On
+# the H200 none of the four surely pays: they range from −5 to +12 %, and *base again* alone reaches 13. A table of ours without
+# that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a thousandth of the weights.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
@@ -544,11 +544,13 @@ lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
 # Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between
-# the two. Checkpointed, each hump of the backward pass is a block computed again. A language model peaks at its *logits*: a
-# number for each token and each word, in three float32 copies. Checkpointing can't shrink them. Lab 07's chunked loss can.
+# the two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass
+# is a block computed again, and the peak is one of them. A language model peaks at its *logits*: a number for each token and
+# each word, in three float32 copies. Checkpointing can't shrink them. Lab 07's chunked loss can.
 #
-# On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's, and at `tiny` it is mostly the
-# workspaces. The next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size.
+# On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the
+# picture are its list of allocations, up to 0.02 GB lower. The counter covers workspaces, too: at `tiny` it is mostly those.
+# The next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
@@ -558,6 +560,8 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
+# On the H200 section 3 measured 11.5 and 4.34 GB.
+#
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 
 # %% [markdown]
@@ -588,8 +592,8 @@ print(f"after it {ledger.now / 1e6:.2f} MB")
 assert ledger.now < 0.1 * ledger.peak
 
 # %% [markdown]
-# Inside the `except` block nothing is free. The exception holds the traceback, that holds the frames of the failed step,
-# and those hold its tensors. `torch.cuda.empty_cache()` frees nothing there. So leave the block first:
+# Inside the `except` block nothing is free. The exception holds the traceback, that holds the frames of the failed step, and
+# those hold its tensors. `torch.cuda.empty_cache()` can't free those tensors. So leave the block first:
 #
 # ```python
 # try:

@@ -156,8 +156,8 @@ def ddp(device):
 
 
 # %% [markdown]
-# **Prediction.** What is the bus bandwidth of a large message here, in GB/s? NVLink's data sheet says 450 in one direction. A
-# laptop's memory does about 20, and both processes copy through it.
+# **Prediction.** What is the bus bandwidth of a message of 256 MiB here, in GB/s? Section 2 measures it. NVLink's data sheet
+# says 450 in one direction. A laptop's memory does about 20, and both processes copy through it.
 
 # %%
 my_bandwidth: float | None = None  # for example 100
@@ -189,7 +189,8 @@ for one, other in zip(weights_of_rank_0, network.parameters(), strict=True):
 print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
-# A small message takes the same time however small it is: the *latency*. A large one takes its bytes over the bandwidth.
+# A small message takes the same time however small it is: the *latency*. A large one takes its bytes over the bandwidth. The
+# larger it is, the nearer it comes to the link's rate: 207 GB/s at 16 MiB, 263 at 64, 297 at 256 on our H100s.
 #
 # **Takeaway.** DDP takes four lines: join, wrap, share the batch, start with `torchrun`.
 
@@ -219,8 +220,8 @@ def exposed_ms(ready_ms, sizes, send_ms):
 
 
 # %% [markdown]
-# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. What is it for DDP
-# and Stable Diffusion with LoRA?
+# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. It is computed from
+# rates, so it can differ a little from the quotient of two medians. What is it for DDP and Stable Diffusion with LoRA?
 
 # %%
 my_efficiency: float | None = None  # for example 90
@@ -258,17 +259,16 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
 # *Predicted* is a bound from below. *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes
-# beyond *one process* is the price of company: ranks share the host, its memory and its power. What DDP takes beyond *predicted
+# beyond *one process* is what sharing costs: ranks share the host, its memory and its power. What DDP takes beyond *predicted
 # from that* is communication.
 #
-# On our H100s company costs next to nothing: 147 ms beside 145 for the whole UNet. LoRA's messages cost 1 % as well. The whole
-# UNet's cost 39 ms of 186, and the bound predicted 0.1: 3.4 GB in its buckets take 15 ms on NVLink, which the backward pass
-# hides.
+# On our H100s one process was measured twice, and differed from itself by up to 14 %. So the verdicts are *inconclusive*, and
+# these readings are only probable. Sharing costs little: 147 ms beside 145 for the whole UNet. LoRA's messages cost about 1 %.
+# The whole UNet's cost 39 ms of 186, where the bound says 0.1. Its 3.4 GB take 14 ms on NVLink, and the backward pass hides
+# them. Two H200s of another host reached 64 % with all weights, and 90 % with LoRA.
 #
-# Two causes are not in the bound. A step lasts as long as its slower rank. Steps by themselves take 141 to 181 ms; of two such
-# times the longer is 164 ms on average, 8 more than their mean. And NCCL's kernels are on the GPU for two thirds of a traced
-# step, in 40 % of it beside computation. There they take multiprocessors and bandwidth. Most of the rest is waiting for the
-# other rank.
+# Two causes are not in the bound. NCCL's kernels take a part of the GPU from computing. And a step lasts as long as its slower
+# rank. Steps by themselves took 141 to 180 ms. The longer of two such times is 164 ms on average, 8 more than their mean.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -344,6 +344,7 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 
 # %% [markdown]
 # The gradients are those of the whole batch, however they are sent. Small buckets are sent earlier, but each pays the latency.
+# Whoever gives `bucket_cap_mb` gets no small first bucket: the 4.2 MB go in one message.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or waiting
 # that nothing hides?
@@ -376,8 +377,10 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# The picture is Stable Diffusion's. NCCL's kernels also run while they wait: a rank that is late shows as communication of the others.
-# The profiler makes steps longer; the table's were timed without it.
+# The picture is Stable Diffusion's. NCCL's kernels also run while they wait: a rank that is late shows as communication of the
+# others. On our H100s they are on the GPU for two thirds of the traced steps, half of that time beside computation. *ddp, full*
+# communicates before its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for
+# the other rank. The profiler makes steps longer; the table's were timed without it.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -388,14 +391,14 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# A *sync each* step has the micro-batches of a *no_sync* step, and is measured twice: what the two differ by is noise. On our
-# H100s they took 706 and 664 ms, and *no_sync* 578.
+# *sync each* and *no_sync* steps have four micro-batches a rank. *sync each* was measured twice: 706 and 664 ms on our H100s.
+# That is an unsteady machine. *no_sync* took 578, so sending once probably saves 13 to 18 %.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. Of the difference 1.7 GB may be the BF16 copies of
 # all weights that DDP's autocast keeps for the backward pass, and FSDP gathers anew.
 #
-# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. ZeRO, of the DeepSpeed library, divides the same three
-# things.
+# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. ZeRO, of the DeepSpeed library, divides
+# weights, gradients and optimizer state, too.
 #
 # **Takeaway.** Communication costs what nothing hides: send less often, and begin early. FSDP buys memory with time: take it for a model
 # that doesn't fit otherwise.
@@ -430,9 +433,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# No network reaches its nominal rate, and company costs more. So these are upper bounds. *full* trains all weights: that needs
-# InfiniBand. The bounds rule out 1 and 10 GbE for *full*. They don't rule out 1 GbE for LoRA of Stable Diffusion, nor 10 for
-# LoRA of an 8 B model.
+# No network reaches its nominal rate, so these are upper bounds. Below 50 % two GPUs are slower than one. *full*, all weights,
+# gets at most 44 % on 100 GbE. So of these networks it needs InfiniBand. LoRA of Stable Diffusion may do with 1 GbE. LoRA of an
+# 8 B model gets at most 43 % there, and 98 % on 10 GbE.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which network is fast enough.
 
@@ -441,9 +444,9 @@ plt.show()
 #
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
-# **Technique.** Some diagnose, as `NCCL_DEBUG=INFO` does. Others work around a transport that is broken. NCCL reads them once,
-# so each is tried in a launch of its own. `nvidia-smi topo -m` says what connects the GPUs: *NV18* are 18 NVLinks of 25 GB/s
-# each.
+# **Technique.** Some diagnose, as `NCCL_DEBUG=INFO` does: it only writes a log, so its row is the base. Others work around a
+# transport that is broken. NCCL reads them once, so each is tried in a launch of its own. `nvidia-smi topo -m` says what
+# connects the GPUs: *NV18* are 18 NVLinks of 25 GB/s each.
 #
 # **Prediction.** `NCCL_P2P_DISABLE=1` forbids GPUs to write to each other's memory. How many times as long does a message of 64 MiB
 # take?
@@ -485,12 +488,13 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` is for InfiniBand that is found and doesn't work. Between GPUs of one host
 # neither changes the last column. `NCCL_ALGO` and `NCCL_PROTO` force one algorithm or protocol.
 #
-# The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for NCCL
-# without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep recursion only. In the
-# container 4 processes on each of 2 hosts meet at port 29500 of `master`. The other host needs `--node_rank=1`, and both need access to
-# that port, for example by `--network=host`.
+# The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
+# NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep
+# recursion only. The article's command starts 4 processes on each of 2 hosts. They meet at port 29500 of a host called
+# `master`. The second host needs `--node_rank=1`. Both must reach that port, for example by `--network=host`.
 #
-# **Takeaway.** None of these makes training faster. They decide whether it runs at all.
+# **Takeaway.** None of these made a message faster, and two made it 10 and 64 times slower. Set one only where a transport is
+# broken.
 
 # %% [markdown]
 # ## 6 · A rank dies
@@ -557,9 +561,9 @@ for one, other in zip(network.parameters(), weights_of_rank_0, strict=True):
 print(f"One process went on from step {begun}, to the weights that nothing had happened to.")
 
 # %% [markdown]
-# Code −9 is the kill. The other rank's sum can't be complete: gloo's connection breaks, or `torchrun` ends the rank that waits.
-# With `--max-restarts=1` all ranks would have started again, from the same checkpoint. The course's are written by
-# `labutils/training/checkpoint.py`.
+# −9 is the kill. The other rank's sum can't be complete: gloo's connection breaks, or `torchrun` ends the rank that waits, with
+# −15. With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again at its
+# step. The course's are written by `labutils/training/checkpoint.py`.
 #
 # **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on.
 

@@ -89,9 +89,9 @@ print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.file
 #
 # **Question.** B takes 96 ms where A takes 100, and the machine's own times differ by more. Is B faster?
 #
-# **Technique.** Visit A, B and A again in turns, round after round. Each round gives a ratio. The effect is their median. Its 95 %
-# interval comes from a *bootstrap*: draw as many rounds as there are, with repetition, 2,000 times, and look where the medians
-# lie. Here is a machine that becomes a third slower while it is measured.
+# **Technique.** Visit A, B and A again in turns, round after round. Each round gives a ratio. The effect is their median. Its
+# 95 % interval comes from a *bootstrap*: draw as many rounds as there are, with repetition, 2,000 times, and look where the
+# medians lie. Here is a machine that becomes 29 % slower while it is measured.
 
 # %%
 dice, rounds = np.random.default_rng(3), np.arange(8)
@@ -118,9 +118,10 @@ ours = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
-# The spread of B's own times says nothing about B against A. The interval does: 1 isn't in it. *A again* shows the noise: an
-# effect must lie outside of that, too. If the interval of *A again* reaches beyond 0.97 or 1.03, the machine is unsteady, and
-# nothing is concluded. `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
+# The spread of B's own times says nothing about B against A. The interval does: it ends below 1, so B is faster, by 2 to 4 %.
+# *A again* shows the noise, which counts on both sides. Here it reaches 1.008. So an effect must end below 1 / 1.008 or begin
+# above 1.008. If the interval of *A again* reaches beyond 0.97 or 1.03, the machine is unsteady, and nothing is concluded.
+# `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -130,9 +131,11 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # **Question.** How many claims hold?
 #
 # That depends on what a claim says. A *statement* gives a number or a direction: it is confirmed or refuted. *Advice* promises
-# no number: it pays here or it doesn't, and is never refuted. Some claims are about cards that nobody had: there a *model*
-# agrees or disagrees. A *setting* claims no speed: the lab tells what it does. *Inconclusive* means that noise is larger than
-# the effect. *Differs between hosts* means that two of our machines say different things.
+# no number: it pays here or it doesn't, and is never refuted. Some claims are about a card that we don't have: there a *model*
+# agrees or disagrees. A *setting* claims no speed: the lab tells what it does. *Inconclusive* means one of three things: noise
+# may have made the effect, the machine was unsteady, or a model hangs on an assumption. *Not testable here* means that this
+# machine or its runs can't answer. The reason says what would. *Differs between hosts* means that two of our machines say
+# different things.
 #
 # **Prediction.** Of the statements that our H200 and H100s tested, inconclusive ones included, how many percent do they
 # confirm?
@@ -154,6 +157,8 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
+# Left is our verdict, right is yours. Look for rows where the two signs differ.
+#
 # **Takeaway.** Take a published number as a hypothesis. The articles' authors measured, too, on another card, beside another host.
 
 # %% [markdown]
@@ -161,14 +166,16 @@ plt.show()
 #
 # **Question.** Which statements were refuted, and which of them missed narrowly?
 #
-# Where published and found are numbers of one kind, the table has their ratio. Claims without a number come last.
+# Where published and found are numbers of one kind, the table has their ratio. It compares what remains: 30 % less memory
+# leaves 0.70, 6.9 % less leaves 0.93, and their ratio is 1.33. Claims without a number come last. The table has the first
+# twelve.
 
 # %%
 lab.table(lab12_scoreboard.farthest_off(board), otherwise="No statement was refuted.")
 
 # %% [markdown]
 # **Question.** On which claims do this machine and ours disagree? Ask there what differs: the card, the host, the versions or
-# the scale.
+# the scale. An *inconclusive* verdict is no disagreement.
 
 # %%
 lab.table(
@@ -203,7 +210,7 @@ if not lab.choose(show_claims, choices) and {article, lab_number, verdict} != {"
 # **Question.** What do you misjudge, by how much, and in which direction?
 #
 # How far off you are is a factor: half as much and twice as much are both off by 2. *Lean* is the median of predicted /
-# measured. What this machine couldn't measure is scored against ours.
+# measured: 1.4 means 40 % too high. What this machine couldn't measure is scored against ours.
 
 # %%
 scores = predictions.scores_of(page.records)
@@ -226,7 +233,8 @@ else:
 # %% [markdown]
 # ## 6 · What to try next
 #
-# **Question.** Which measurement would settle the most claims?
+# **Question.** Which measurement would settle the most claims? A repetition settles noise. It doesn't settle a model's
+# assumption.
 
 # %%
 steps = lab12_scoreboard.next_steps(board, page.labs_done, titles)
@@ -265,9 +273,9 @@ print(check("12.2", my_medians))
 
 # %% [markdown]
 # **3. The rule.** A statement says that B takes less time than A. Write its verdict from the rounds of A, of A again and of B:
-# "confirmed", "refuted" or "inconclusive". B's interval must lie on one side of 1 and of the interval of A again. If that
-# interval reaches beyond 0.97 or 1.03, it is "inconclusive" whatever B does. The check tries your rule on 200 machines, and
-# compares it with the course's judge.
+# "confirmed", "refuted" or "inconclusive". Let f be the larger of A again's upper end and 1 / its lower end. B's interval must
+# end below 1 / f or begin above f. If A again's interval reaches beyond 0.97 or 1.03, it is "inconclusive" whatever B does. The
+# check tries your rule on 200 machines, and compares it with the course's judge.
 
 
 # %% tags=["exercise"]
@@ -278,9 +286,9 @@ def my_rule(a, again, b):
 print(lab12_scoreboard.check_rule(my_rule))
 
 # %% [markdown]
-# **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head of 4,096
-# words. It takes four micro-batches, in which one position in eight is to be learned: equally many in each. Write `my_step`: the same
-# loss and the same gradients, at least four times as fast.
+# **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head of
+# 4,096 words. It takes four micro-batches. In each, one position in eight has a label, so all four have equally many. Write
+# `my_step`: the same loss and the same gradients, at least four times as fast.
 
 # %%
 torch.manual_seed(0)

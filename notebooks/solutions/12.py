@@ -14,13 +14,14 @@ def the_rule(a, again, b):
     _, low, high = effect(a, b)
     if least < 0.97 or most > 1.03:
         return "inconclusive"
-    if high < min(1, least):
+    f = max(most, 1 / least)
+    if high < 1 / f:
         return "confirmed"
-    return "refuted" if low > max(1, most) else "inconclusive"
+    return "refuted" if low > f else "inconclusive"
 
 
 print(lab12_scoreboard.check_rule(the_rule))
-# -> 199 of 200 verdicts are the course's
+# -> 200 of 200 verdicts are the course's
 
 
 # %% 12.4

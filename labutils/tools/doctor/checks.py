@@ -87,7 +87,7 @@ def check_gpu(torch: Import) -> Iterator[Finding]:
         do = "nvidia-smi    (says why. Mostly a reboot helps; a container needs --gpus all)"
         yield Finding("GPU", FAIL, "nvidia-smi is here and fails", "No GPU can be used.", do)
     else:
-        why = "All labs run on the CPU at scale tiny; the rest is shown from our H200's records."
+        why = "All labs run on the CPU at scale tiny; the rest is shown from our GPUs' records."
         yield Finding("GPU", INFO, f"none; {built}", why)
 
 
