@@ -243,7 +243,7 @@ print(f"One micro-batch here: r = {r:.0f} ms, c = {c:.0f} ms, {usable_cores()} c
 # / batch_ms(3, r, c, usable_cores())`.
 
 # %%
-my_speedup: float | None = None  # for example 1.5; batch_ms(0, r, c) / batch_ms(3, r, c, cores)
+my_speedup: float | None = None  # for example 1.5
 
 lab.predict("speed-up with three workers", my_speedup, "x")
 

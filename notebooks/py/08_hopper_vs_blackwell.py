@@ -533,7 +533,7 @@ def level_us(step, rival_ms):
     """Extra µs a launch until `step` takes as long; the same if its replay is as far off as it was."""
     off = abs(step.run.metric("off_by_percent")) / 100
     factors = (1, 1 + off, 1 - off)
-    return [root(lambda us, f=f: f * step.beside(us) - rival_ms, 0.0, 1000.0) for f in factors]
+    return [root(lambda us, f=f: f * (step.beside(us) - rival_ms), 0.0, 1000.0) for f in factors]
 
 
 empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3  # an empty kernel

@@ -237,7 +237,7 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 # rearrange or transform inputs and filters first, and need room for the result: a *workspace*. It is no tensor, so no list of
 # tensors shows it, and PyTorch sets it no limit: it takes the first algorithm that cuDNN suggests and that runs ([issue
 # 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures it for five convolutions of the UNet, frozen as
-# they are there. The backward pass's input, at most 0.08 GB, is counted with it. The cell also names the longest kernel. *fft*
+# they are there. It also names the longest kernel. *fft*
 # and *cf32*, complex numbers, stand for a Fourier transform.
 
 
@@ -245,10 +245,11 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 def workspace(conv, image):
     """GB that a forward and backward pass takes beyond its tensors; its longest kernel."""
     for _ in range(2):  # the first call chooses the algorithms
+        ones = torch.ones_like(conv(image))
         torch.cuda.reset_peak_memory_stats()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as prof:
             out = conv(image)
-            gradient = torch.autograd.grad(out, image, torch.ones_like(out))
+            gradient = torch.autograd.grad(out, image, ones)
             torch.cuda.synchronize()
         beyond = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         del out, gradient

@@ -247,7 +247,7 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
 # %%
 def step_ms(r, c, workers=0):
-    return r + c if workers == 0 else sorted((c, r / workers))[1]
+    return r + c if workers == 0 else max(c, r / workers)
 
 
 for r in (160, 40, 4):
