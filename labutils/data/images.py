@@ -135,8 +135,7 @@ def random_crop(image: Image.Image, resolution: int) -> Image.Image:
 def to_tensor(image: Image.Image) -> torch.Tensor:
     """An RGB image as float32 [3, height, width] in 0..1."""
     pixels = torch.from_numpy(np.array(image, np.uint8, copy=True))
-    pixels = pixels.permute((2, 0, 1)).contiguous()
-    return pixels.to(dtype=torch.float32).div(255)
+    return pixels.permute((2, 0, 1)).contiguous().to(dtype=torch.float32).div(255)
 
 
 def normalize(pixels: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,6 @@ from labutils.results.effects import effect
 from labutils.results.records import Run, Runs, summarise
 from labutils.results.report import claims_table
 
-KINDS = ("statement", "advice", "predicted", "setting")
-
 
 def scoreboard(judgements: Sequence[judges.Judgement]) -> pd.DataFrame:
     """The report's table of claims, each one's kind, and the factors that this machine and the
@@ -60,7 +58,7 @@ def tallies(board: pd.DataFrame) -> str:
     """For each kind of claim a table: how many an article has, and how many of them have each of
     the verdicts that occur, on our GPUs and here."""
     words = []
-    for kind in KINDS:
+    for kind in ("statement", "advice", "predicted", "setting"):
         mine = board[board["kind"] == kind]
         sides = [pd.crosstab(mine["article"], mine[f"{p}verdict"]) for p in ("reference_", "")]
         found = [word for word in judges.VERDICTS if any(word in side for side in sides)]
@@ -88,7 +86,7 @@ def farthest_off(board: pd.DataFrame, most: int = 12) -> pd.DataFrame:
 
 def disagreements(board: pd.DataFrame) -> pd.DataFrame:
     """The claims that both decided, with different verdicts."""
-    undecided = [judges.NOT_TESTABLE, judges.INCONCLUSIVE]
+    undecided = [judges.NOT_TESTABLE, judges.INCONCLUSIVE, judges.DIFFERS]
     both = board[~board[["reference_verdict", "verdict"]].isin(undecided).any(axis=1)]
     columns = ["id", "published", "reference", "reference_verdict", "here", "verdict"]
     return both.query("reference_verdict != verdict")[columns].rename(columns=HEADINGS)
@@ -123,10 +121,11 @@ def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> pd.
 def next_steps(board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
     """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
     missing = [number for number in titles if number not in done]
+    untested = board[board["lab"].isin(missing) & (board["verdict"] == judges.NOT_TESTABLE)]
     noisy = board[(board["verdict"] == judges.INCONCLUSIVE) & (board["kind"] != "predicted")]
     steps = [
         f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. "
-        f"{int(board['lab'].isin(missing).sum())} of the {len(board)} claims are theirs.",
+        f"{len(untested)} of the {len(board)} claims wait for them, some for a GPU as well.",
         f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
         f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`",
     ]
@@ -141,7 +140,8 @@ def check_rule(rule: Callable[..., str | None], machines: int = 200) -> str:
     dice, wrong = np.random.default_rng(0), []
     verdicts = {0: judges.INCONCLUSIVE, 1: judges.REFUTED, -1: judges.CONFIRMED}
     for _ in range(machines):
-        noise, share = dice.choice([0.003, 0.01, 0.03]), dice.choice([0.9, 0.97, 1.0, 1.1])
+        noise = dice.choice([0.003, 0.01, 0.03])
+        share = dice.choice([0.9, 0.98, 0.99, 1.0, 1.01, 1.02, 1.1])
         drift = 1 + dice.uniform(0, 0.3) * np.arange(8) / 8
         times = [ms * drift * dice.normal(1, noise, 8) for ms in (100, 100, 100 * share)]
         base, twice, other = map(as_run, times)

@@ -78,7 +78,9 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
     for host in dict.fromkeys(run.host for run in own):
         by_host.append(_on_host(claim, Runs(run for run in own if run.host == host)))
     answers = [one for one in by_host if one.verdict != NOT_TESTABLE]
-    answers = [one for one in answers if not one.unsteady] or answers
+    if shaky := [one for one in answers if one.unsteady]:  # then who measured no noise has no say
+        twice = (a for a in answers if all(e.again or e.exact for e in a.effects.values()))
+        answers = [one for one in twice if not one.unsteady] or shaky
     last = (answers or by_host)[-1]
     if len({one.verdict for one in answers}) > 1:
         here = " | ".join(f"{one.here}: {one.verdict}" for one in answers)
@@ -176,8 +178,7 @@ def _settle(held: Sequence[bool | None]) -> str:
 
 def _inside(low: float, high: float, least: float, most: float) -> bool | None:
     """Whether an interval lies in a range: True, False for outside, None across an end."""
-    outside = high < least or low > most
-    return (least <= low and high <= most) or (False if outside else None)
+    return (least <= low and high <= most) or (False if high < least or low > most else None)
 
 
 def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str = "") -> Judgement:
@@ -186,15 +187,14 @@ def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str =
     here = []
     for label, one in changes.items():
         values = f"{shown(one.base, metric)} → {shown(one.changed, metric)}, "
-        where = f"{label}: " if label else ""
-        here.append(where + (values if len(changes) == 1 else "") + one.text())
+        here.append(f"{label}: " * bool(label) + values * (len(changes) == 1) + one.text())
     if noises := [one.noise for one in changes.values() if one.noise]:
         low, high = min(low for low, _ in noises), max(high for _, high in noises)
         why = f"{why} Noise: {100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %.".strip()
     judgement = Judgement(claim, verdict, "; ".join(here), why, changes)
     if judgement.unsteady:
-        larger = ", though the change is larger" * all(one.direction for one in changes.values())
-        why = f"Unsteady machine: its times decide nothing{larger}. {why}"
+        larger = verdict != INCONCLUSIVE and all(one.direction for one in changes.values())
+        why = f"Unsteady machine: no time decides{', though the change is larger' * larger}. {why}"
         return replace(judgement, verdict=INCONCLUSIVE, why=why)
     return judgement
 
@@ -277,8 +277,9 @@ def ratio(claim: Claim, runs: Runs) -> Judgement:
         within = _inside(*one.bounds, least, most)
         wanted = 1 if least >= 1 else -1 if most <= 1 else 0
         held.append(None if within and wanted and one.direction != wanted else within)
-        bands.append(f"{least:.2f} to {most:.2f}")
-    why = f"Confirmed by a ratio of {', '.join(dict.fromkeys(bands))}."
+        ends = [f"at least {least:.2f}"] * (least > 0) + [f"at most {most:.2f}"] * (most < math.inf)
+        bands.append(" and ".join(ends))
+    why = f"Asked: a ratio of {', '.join(dict.fromkeys(bands))}."
     return _conclude(claim, _settle(held), changes, why)
 
 
@@ -371,7 +372,10 @@ def _failure(run: Run) -> str | None:
 
 
 def contains(claim: Claim, runs: Runs) -> Judgement:
-    """The list `metric` has one of `items`, or the text `metric` is one of them."""
+    """The list `metric` has one of `items`, or the text `metric` is one of them.
+
+    Where times chose it, `base` and `changed` are one recipe measured twice, and tell the noise.
+    """
     run, items = _run(claim, runs), claim.how["items"]
     value = run.metrics.get(claim.how["metric"])
     held = list(map(str, value)) if isinstance(value, list | tuple) else [value] if value else []
@@ -379,7 +383,9 @@ def contains(claim: Claim, runs: Runs) -> Judgement:
         raise NotTestable(f"The run with {named(run.tags)} recorded no {claim.how['metric']}.")
     here = " .. ".join(dict.fromkeys((str(held[0]), str(held[-1]))))
     verdict = CONFIRMED if any(item in held for item in items) else REFUTED
-    return Judgement(claim, verdict, here, f"Looked for: {' or '.join(items)}.")
+    changes = _effects(replace(claim, how={}), runs) if "base" in claim.runs else {}
+    judgement = _conclude(claim, verdict, changes, f"Looked for: {' or '.join(items)}.")
+    return replace(judgement, here=here)
 
 
 def predicts(claim: Claim, runs: Runs) -> Judgement:

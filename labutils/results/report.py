@@ -160,9 +160,8 @@ def show(page: Page) -> None:
     """
     from rich.console import Console
 
-    console = Console(
-        width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False, emoji=False
-    )
+    plain = {"highlight": False, "markup": False, "emoji": False}
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, **plain)
     for key, article in articles.articles().items():
         rows = [
             (

@@ -52,5 +52,4 @@ class OnOneBatch:
     def traced(self) -> Trace:
         """A trace of an optimizer step; on a GPU with shapes, which tell thin products."""
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-            on_gpu = self.trainer.workload.device.type == "cuda"
-            return profile(self, 1, folder, with_shapes=on_gpu)
+            return profile(self, 1, folder, with_shapes=self.trainer.workload.device.type == "cuda")

@@ -222,17 +222,18 @@ lab.keep(Run("00", "held", metrics={"tflops": lasts, "dtype": dtype}));
 # A card that draws its full power lowers its clock. A CPU that gets hot does the same. This lab reads neither power nor
 # clock, but that is the likely reason. So a benchmark of a tenth of a second and a longer one disagree.
 #
-# **Takeaway.** Compute with measured rates, and not with a data sheet's. This course's floors use the burst's. A run without
-# pauses reaches less: 670 and not 796 on our H200.
+# **Takeaway.** Compute with measured rates, and not with a data sheet's. Our H200 reached 80 % of its bf16 peak in bursts,
+# and 68 % without pauses: 795 and 670 TFLOP/s. This course's floors use the burst's.
 
 # %% [markdown]
 # ## 4 · What limits an operation?
 #
 # **Question.** Can you tell how long an operation must take before you run it?
 #
-# An operation does arithmetic and moves bytes, and the hardware does both at once. The slower of the two sets its
-# **floor**: max(FLOPs / rate, bytes / bandwidth). FLOPs divided by bytes is its **intensity**. The intensity at which both
-# take equally long is the machine's **ridge**. Below the ridge memory is the limit, above it arithmetic.
+# An operation does arithmetic and moves bytes, and the hardware does both at once. The slower of the two sets its **floor**:
+# max(FLOPs / rate, bytes / bandwidth). FLOPs divided by bytes is its **intensity**. The intensity at which both take equally
+# long is the machine's **ridge**. Below the ridge memory is the limit, above it arithmetic. A *roofline* draws the best rate
+# over the intensity: it rises to the ridge, and is flat after it.
 #
 # **Technique.** Count, for six operations of this course's training steps. Each input is read once, each output written
 # once; a multiplication and an addition are two FLOPs.
@@ -324,10 +325,10 @@ for each, ms in attention.items():
     print(f"{heads:2} heads of {each:3}: {ms:.3f} ms, {rate:.3g} TFLOP/s, {us:.1f} µs a head")
 
 # %% [markdown]
-# The products are the same in all four lines. On an H200 a head of 40 takes about as long as one of 64: padding explains
-# that. A head of 32 takes as long, too, with half the products. All three have the same number of exponentials. At the
-# published rate these take 9 µs a head, half of the time. So they are one likely reason, and not all of it. A kernel that
-# computes 32 as 64 would look the same. At 128 the products count again. So the gain is about 2, and not 16 / 5.
+# All four lines have the same products in total. On an H200 a head of 32, of 40 and of 64 takes about as long. Two reasons
+# fit, and this test can't separate them. A kernel may compute all three as 64. All three also have the same number of
+# exponentials. At the published rate these take 9 µs a head, half of the time. So exponentials can't be all of it. At 128 the
+# products count again. So the gain is about 2, and not 16 / 5.
 #
 # The convolution reaches 60 % there. Two likely reasons, which this lab doesn't separate: 320 channels fill tiles of 128 to
 # 83 %, and in 60 µs a kernel's start and end count.
@@ -378,8 +379,8 @@ with lab.attempt("The same kernels from a CUDA graph"):
         print(f"{way:19} {1e3 * time_ms(call) / 200:.2f} µs a kernel")
 
 # %% [markdown]
-# What remains in the replay is the GPU's own time. The difference is the host's part, 4.3 µs a kernel on our H200. Lab 04
-# removes it by capturing the step.
+# Called from Python, a kernel takes as long as the host's call, and the GPU waits. Replayed, only the GPU's own time remains.
+# That saves 4.3 µs a kernel on our H200. Lab 04 captures a step.
 #
 # A training loop makes few bare calls. Most of its operations pass through a module, autocast and autograd, and the backward
 # pass launches many of its kernels. So a kernel of a real step costs the host more.
@@ -413,10 +414,10 @@ with lab.attempt("The launches of a module"):
 lab.keep(machine);
 
 # %% [markdown]
-# The model is tiny, so the GPU never holds up the host: what you time is the host. On our H200 a module's kernel took 22 µs,
-# 3.3 times a bare launch. The bare launch is a host's first constant, a module's launch the second. The second depends on the
-# kind of module, too. Lab 02 measures it again, on a small copy of its own loop, and predicts a real step's host time:
-# **kernels × a module's launch**.
+# The model is tiny, so the GPU never holds up the host: what you time is the host. On our H200 a module's kernel took 22 µs.
+# This page has three times of a bare launch, 5.0, 5.4 and 6.7 µs. So the factor is 3.3 to 4.4, and the cell's is 3.3. The
+# bare launch is a host's first constant, a module's launch the second. The second depends on the kind of module, too. Lab 02
+# measures it again, on a small copy of its own loop, and predicts a real step's host time: **kernels × a module's launch**.
 #
 # If that is longer than the kernels themselves take, the GPU waits, and the step is **launch-bound**. A faster card won't
 # shorten it. Article A3 found this with a profiler: on a mixture-of-experts model its host was the limit, and the slower

@@ -290,7 +290,7 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 
 # %% [markdown]
 # The two lines lie on each other: training reaches the best that its rank allows. On the left, rank 8 leaves nothing, and more
-# does no harm; it only costs parameters. On the right no rank is enough: 12 still leaves 22 %.
+# does no harm; it only costs parameters. On the right none of these ranks is enough: 12 still leaves 22 %.
 #
 # **Takeaway.** The rank limits what LoRA can learn. On this problem training reaches the limit. Full training on code or
 # mathematics makes corrections of far higher rank (Biderman). Small ranks still suffice for many tasks.
@@ -376,11 +376,11 @@ names = {
 lab.show(cost, names, experiment="adapter cost")
 
 # %% [markdown]
-# On the H200 the adapter added 45 % at 4,096. Its traffic alone is 28 %, with the separate sums. Thin products miss their floor
-# as well (lab 00). By its floor, rank 64 costs no more than rank 8. Measured, the two can't be told apart. Against full
-# training LoRA can save at most a third of a layer's time. At 4,096 it probably saved 7 %: *frozen again* is 4 % off. At 320
-# the adapter made the layer 4.7 times as slow, full training 2.1 times. A CPU computes slowly beside its memory, so there the
-# FLOPs count, and the rank with them.
+# At 4,096 the adapter probably added about 45 % on the H200: *frozen again* is 4 % off. Its traffic alone is 28 %, with the
+# separate sums. Thin products miss their floor as well (lab 00). By its floor, rank 64 costs no more than rank 8. Measured, the
+# two can't be told apart. Against full training LoRA can save at most a third of a layer's time. At 4,096 it probably saved 7
+# %. At 320 the adapter made the layer 4.7 times as slow, full training 2.1 times. A CPU computes slowly beside its memory, so
+# there the FLOPs count, and the rank with them.
 #
 # **Takeaway.** An adapter's price is reading and writing activations once more, not its FLOPs. The wider the layer, the smaller
 # its share. LoRA is not chosen for speed.
@@ -425,10 +425,11 @@ for kind in (torch.float32, torch.float16, torch.bfloat16):
 lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in merging.items()}));
 
 # %% [markdown]
-# The noise has no direction: in the mean the whole correction arrives. fp16 has three bits more, and an eighth of the noise.
-# What a model makes of it is not tested here. Some weights do not come back exactly when the adapter is taken out. Where noise
-# or way back matter, keep the adapter beside the weights. The course's own layer, in `labutils/layers/lora.py`, does so, and
-# writes PEFT's files.
+# In bf16 the noise is 17 % of the correction; the formula said 15 %. It has no direction: in the mean the whole correction
+# arrives. fp16 has three bits more, and an eighth of the noise. What a model makes of it is not tested here. A layer that
+# rounds its output to 16 bits adds as much noise of its own. Some weights do not come back exactly when the adapter is taken
+# out. Where that matters, keep the adapter beside the weights. The course's own layer, in `labutils/layers/lora.py`, does so,
+# and writes PEFT's files.
 #
 # Adapters kept beside the weights can be swapped. Train two, each on a correction of its own of rank 4.
 
@@ -501,8 +502,8 @@ for name, model in (("all trained", mlp()), ("LoRA", attach(mlp(), ("0", "2"), 8
     print(f"{name}: {kept_bytes(model, forward):,} bytes are kept for 100 tokens")
 
 # %% [markdown]
-# LoRA keeps slightly more. A's gradient needs the layer's input, exactly as W's does. The nonlinear parts keep theirs,
-# too. Frozen and without an adapter, the two layers would keep half, to pass a gradient on to layers before them.
+# LoRA keeps slightly more. A's gradient needs the layer's input, exactly as W's does. The nonlinear parts keep theirs, too.
+# Without LoRA a frozen model would keep half: the inputs of GELU and of the square. They pass a gradient on to earlier layers.
 #
 # **Measurement.** The same count on all of Qwen3-8B, on the meta device, with article A3's batch of four texts of 861 tokens.
 # Attention counts as a fused kernel keeps it. The model in fp32 trains under autocast, which keeps copies of the weights
@@ -585,8 +586,8 @@ lab.show(lab.keep(phases), names, experiment="memory by phase")
 # AdamW's *foreach* form, PyTorch's default on a GPU, needs five: it computes temporaries for all weights at once.
 #
 # So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's take half of
-# one. There *foreach* peaks in its update, at five times 3.4 GB, and *fused* needs about four times. The narrow UNet's
-# activations take three, so at `tiny` and `small` the peak lies in the passes. With LoRA it always lies there, and the rank
+# one. There *foreach* peaks in its update, at five times 3.4 GB, and *fused* needs about four times. The narrow UNet of `tiny`
+# and `small` has more activations than that: there the peak lies in the passes. With LoRA it always lies there, and the rank
 # hardly moves it.
 #
 # **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and little of what grows with the batch. For that

@@ -225,9 +225,10 @@ assert same.steps == recorded == 3
 assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %% [markdown]
-# `key_averages()` needs no file: it sums over all calls of a name. `with_stack=True` records Python's functions as well. Then
-# each module is an event of its own, and the article saw the forward pass split into many small blocks. A viewer shows them
-# in order of time; a flame graph sorts them by name. Stacks slow the host further.
+# `key_averages()` needs no file: it sums over all calls of a name. *Activity Buffer Request* is the profiler's own work.
+# `with_stack=True` records Python's functions as well. Then each module is an event of its own, and the article saw the forward
+# pass split into many small blocks. A viewer shows them in order of time; a flame graph sorts them by name. Stacks slow the
+# host further.
 
 # %%
 inputs = (torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
@@ -332,9 +333,9 @@ lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 
 # %% [markdown]
 # Why not a bare launch? On our H200s' hosts one took 5 to 7 µs. The 24,000 launches of a step would then take 120 to 170 ms,
-# about what the kernels themselves take. So the formula would say: data, and some 160 ms. Look in the table how much of the
-# step that misses. On this page the formula is 5 % above the measured step. On two other H200 hosts it was 5 and 16 % below.
-# The constant comes from another loop: only so does it test the formula.
+# about what the kernels themselves take. So the formula would say: data, and some 160 ms. On this page that is some 500 ms,
+# less than half of the measured step. On this page the formula is 5 % above the measured step. On two other H200 hosts it was 5
+# and 16 % below. The constant comes from another loop: only so does it test the formula.
 #
 # The *floor* is the time that the step's arithmetic needs at the GPU's measured rate. Hosts differ: 777 to 1,450 ms for this
 # step on the same kind of GPU.
@@ -379,8 +380,8 @@ lab.show([lab.keep(stock)], columns, experiment="stock")
 lab.verdict("A1.stock.utilization")
 
 # %% [markdown]
-# *GPU-busy* is the share of the step in which kernels really ran, from the trace. *MFU*, model FLOPs utilisation, is the
-# share of the data sheet's arithmetic that the step used.
+# *GPU-busy* is the time of the trace's kernels over the step's time by the clock. A trace alone says less: profiled steps are
+# longer. *MFU*, model FLOPs utilisation, is the share of the data sheet's arithmetic that the step used.
 #
 # **Takeaway.** Utilisation says how often the GPU was not idle, not how well it was used. MFU compares with the matrix
 # units' peak. A step that memory limits has a low MFU even at its best; lab 00's roofline gives that limit.
@@ -622,13 +623,15 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # %% [markdown]
 # All times of idling and waiting here are profiled ones. The *optimizer wait* is how long the host stood in the scaler's read.
 # Were clipping a synchronisation, the host would stand in the clipping instead. A long wait in the read means that the host was
-# ahead. Then the GPU still has work during the clipping. It idles behind the read, while the host launches AdamW. A short wait
-# says little by itself: look at GPU-busy as well.
+# ahead. Then the GPU has work during the clipping, and runs out of it at the read. After the read it idles while the host
+# launches AdamW. A short wait means that the host was hardly ahead.
 #
 # On our H200 the host stood in the read for 25 ms. The GPU idled for 0.2 ms in the clipping, and for 8 ms behind the read. So
-# the gap is there, and clipping is not its cause: probably the scaler's read is. A flush took 0.08 ms, too little for a gap of
-# milliseconds. The ring buffer's loop stood in the read for 2 ms only, and its GPU idled there for 7. So a short wait closes no
-# gap. Whether less logging shortens the step can't be said: the synchronous loop's two times differ too much.
+# the gap is there, and clipping is not its cause. Probably two things are: the read empties the GPU's queue, and AdamW is
+# launched slowly. In the ring buffer's loop the host was only 2 ms early, and its GPU still idled for 7. There most of the gap
+# is AdamW's launches. A flush took 0.08 ms, too little for a gap of milliseconds. The gap is small: the GPU idles for some 100
+# ms of the step. Whether less logging shortens the step can't be said. The interval of the ratio of two equal loops reaches
+# from 0.97 to 1.06.
 #
 # **Takeaway.** A trace shows where the host *was* during a gap. That need not be *why* the GPU had nothing to do. Test a
 # suspect alone before you blame it.

@@ -209,8 +209,9 @@ for workers in (0, 1, 2):
 assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w in range(13))
 
 # %% [markdown]
-# A measured time above the formula can have three causes. Workers slow each other down. Other programs use the same cores.
-# Taking a ready batch costs milliseconds, too. A time below it means that reading was faster than in section 1.
+# A measured time above the formula can have four causes. At two workers $r/w$ and $c$ are equal here, and a real queue of
+# uneven batches then takes longer than either. Workers slow each other down. Other programs use the same cores. Taking a ready
+# batch costs milliseconds, too. A time below it means that reading was faster than in section 1.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.
@@ -225,8 +226,7 @@ lab.table(
 
 # %% [markdown]
 # The formula is fitted to two of these times. It gives the others within 5 %, except at eight workers. At one worker $r/w$ and
-# $c$ are nearly equal. A real queue of uneven batches then takes a little longer than either. Nothing in the formula rises to
-# the right: what slows down eight workers is not in it.
+# $c$ are nearly equal, as above. Nothing in the formula rises to the right: what slows down eight workers is not in it.
 #
 # And this machine? A few steps of the real loop without workers give both numbers: the host's wait for data is $r$, the rest
 # is $c$.
@@ -257,10 +257,11 @@ lab.predict("speed-up with three workers", my_speedup, "x")
 #
 # **Measurement.** The course's loop (`labutils/training/step.py`) with its own DataLoader (`labutils/data/loader.py`) takes
 # each number of workers in turn, in every round. A round gives one ratio, and the speed-up is the median of these ratios. So it
-# can differ from the quotient of two times in the table. Batches that workers made ready in a pause are used up untimed. Zero
-# workers come twice in a round: what the two differ by is noise. Where the interval of that noise reaches beyond ±3 %, the
-# table says *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks. That noise also counts
-# for the times of sections 4 and 6, which are taken by hand on the same machine.
+# can differ from the quotient of two times in the table. While one number of workers is timed, the others' workers fill their
+# queues. These batches are used up untimed, since they cost the loop no reading. A number is confirmed by three quarters of the
+# article's gain. Zero workers come twice in a round: what the two differ by is noise. Where the interval of that noise reaches
+# beyond ±3 %, the table says *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks. That
+# noise also counts for the times of sections 4 and 6, which are taken by hand on the same machine.
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
@@ -303,7 +304,9 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
 # - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 740 ms, and by
 #   *workers 0, again* it would end at 614. Besides, $c$ can contain what reading disturbed, such as the host's caches.
-# - **The best number:** intervals that overlap are one plateau. Choose the smallest number on it. On our H200 all from 1 to 8 overlap: one worker.
+# - **The best number:** compare from one worker on. Speed-ups in the table whose intervals overlap are one plateau. Choose the
+#   smallest number on it. On our H200 all from 1 to 8 overlap, so one probably does as well as eight. That one is better than
+#   none the wait for data says: it fell from 315 to 17 ms.
 #
 # On our H200 the formula says 740 ms from one worker on. Measured were 706 to 597, 5 to 19 % less. The wait for data does what
 # the formula says: one worker takes it from 315 to 17 ms. The rest should stay, and fell from 740 to 617 ms with three workers.
@@ -353,8 +356,8 @@ for workers_are, persistent in {"started anew": False, "persistent": True}.items
 lab.verdict("A4.pytorch.persistent")
 
 # %% [markdown]
-# On our H200 persistent workers saved some 50 ms; the rest is the first read. In the article's epoch of nearly three minutes,
-# 1,221 micro-steps of 141 ms, that is nothing. In an epoch of one second it is a lot.
+# On our H200 persistent workers probably saved some 50 ms. The other 70 ms are about one read. In the article's epoch of nearly
+# three minutes, 1,221 micro-steps of 141 ms, that is nothing. In an epoch of one second it is a lot.
 #
 # Now the queue. It makes nothing faster, but evens out. Here every eighth file is slow. On average reading is fast enough:
 # 13.5 ms a batch, where computing takes 15.
@@ -382,8 +385,8 @@ for prefetch in (1, 2, 8):
     print(f"prefetch_factor={prefetch}: {epoch_s(prefetch):.2f} s; computing alone 0.48 s")
 
 # %% [markdown]
-# Eight batches bridge one slow read of 80 ms, two don't. The images of this lab all take the same time: there is nothing to
-# even out.
+# Eight batches bridge one slow read of 80 ms, two don't. What is left beyond the computing is probably the worker's start and
+# end. The images of this lab all take the same time: there is nothing to even out.
 #
 # **Takeaway.** Persistent workers are for short epochs, a deep queue for uneven reads. Each batch of depth takes shared memory.
 
@@ -428,10 +431,11 @@ lab.show(trials, ("outcome", "batches", "wanted", "message"), experiment="shm")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure")
 
 # %% [markdown]
-# Eight workers take 51 MiB, ten take 63, twelve would take 75. So ten fit. The failure raises no error. A background thread of
-# the worker finds no memory, prints a message, and drops the batch. The training loop waits for it forever: **it hangs**. Older
-# versions of PyTorch died with *Bus error*. With PyTorch's own `collate_fn` the batch is made in shared memory at once, and the
-# error is raised in the loop; the script brings its own, with `torch.stack`.
+# Eight workers take 51 MiB, ten take 63, twelve would take 75. So ten fit. The failure raises no error in the training loop. A
+# background thread of the worker finds no memory, prints its `RuntimeError`, and drops the batch. The loop waits for it
+# forever: **it hangs**. Our trial ends because it has a `timeout`. Older versions of PyTorch died with *Bus error*. With
+# PyTorch's own `collate_fn` the batch is made in shared memory at once, and the error is raised in the loop; the script brings
+# its own, with `torch.stack`.
 #
 # | what you can do | where |
 # |---|---|
@@ -513,9 +517,10 @@ with lab.attempt("Copies from pageable and pinned memory"):
 lab.verdict("A1.pin.needs-both")
 
 # %% [markdown]
-# From pageable memory *non-blocking* changes little on our H200: 194 instead of 226 µs. Behind queued work three of the four
-# copies wait for that work as well. That is the larger loss in a loop that has no other wait. Only the pinned, non-blocking
-# copy probably lets the host go on at once.
+# In the verdict, *this* is what non-blocking changes from pageable memory, *against* what it changes from pinned memory. From
+# pageable memory it changes little on our H200: 194 instead of 226 µs. Behind queued work three of the four copies also wait
+# for that work, nearly 7 ms. If a loop waits nowhere else, this wait costs more than the copy itself. Only the pinned,
+# non-blocking copy probably lets the host go on at once.
 #
 # **Measurement.** And the step? Three workers, with and without both, in the rounds of section 3:
 

@@ -185,7 +185,7 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 # differs between hosts, too. Ours was 1.6 on the H200 and 1.5 on the H100. Both machines were unsteady, so these two numbers
 # decide nothing. If they are above the 1.4 of the launches, it is probably Python, of which compiled code runs less. One thing
 # is safe: the compiled kernels take 137 of 398 ms on the H100, so the GPU waits most of the time. For the UNet, $n = (119 -
-# 0.7) / (0.586 - 0.398)$, about 630 steps.
+# 0.7) / (0.586 - 0.398)$: 420 to 750 steps by the interval.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -338,9 +338,9 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* has both. The table's 0.92 is against *pinned*. Against the plain loop it is 0.89 on the H100 and 1.08 on the
-# H200: no gain that we can show. It is here for what comes next. A speed-up is the median of ratios round by round, so it can
-# differ from the quotient of two times.
+# *No host waits* has both. Against the plain loop it is 0.89 on the H100 and 1.08 on the H200. Noise is as large, so neither
+# number decides. The rung is here for what comes next. A speed-up is the median of ratios round by round, so it can differ from
+# the quotient of two times.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
@@ -455,8 +455,8 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 # %% [markdown]
 # ## 5 · Kernels that fit the GPU
 #
-# **Question.** The GPU is busy now, and the H200's step is still nine times its floor. Which of its work is only there because of
-# how the work is laid out?
+# **Question.** The GPU is busy now, and the step is still nine times its floor. Which of its work is only there because of how
+# the work is laid out?
 #
 # Tensor cores want the channels of a pixel side by side. `channels_last` stores them so, and the convolution library need
 # not rearrange them at each call.
@@ -513,8 +513,8 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The largest gain here is *encoders compiled*. Launches were free already, so it is probably merged kernels that move fewer
-# bytes.
+# *Encoders compiled* saves most, 46 ms. *Side by side* has the largest factor, 1.58. Launches were free already. So compiling
+# probably helps because merged kernels move fewer bytes.
 #
 # **Takeaway.** When the GPU is busy, ask what with: unmerged chains, copies between layouts, and kernels that fill a part of
 # it.
@@ -549,11 +549,11 @@ torch.testing.assert_close(cached[0], library.mean + library.std * noises[0])
 print(f"spread of a latent over steps: {cached.std(0).mean():.2f}; of one sample kept: 0")
 
 # %% [markdown]
-# LoRA's thin products are slow for their size (lab 01). *Folded*, no activation passes through them: form $W' = W + BA$ once a
-# step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and $\partial L/\partial B =
-# G A^\top$. Lab 01's factor $\alpha/r$ goes before $BA$, and before both projections. $W'$ is rounded to half precision. The
-# plain layer rounds its output, and loses about as much. `labutils/layers/lora_folded.py` does it for all layers of a shape at
-# once.
+# At width 320 LoRA took longer than full training (lab 01). *Folded*, no activation passes through the thin products: form $W'
+# = W + BA$ once a step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and
+# $\partial L/\partial B = G A^\top$. Lab 01's factor $\alpha/r$ goes before $BA$, and before both projections. $W'$ is rounded
+# to half precision. The plain layer rounds its output, and loses about as much. `labutils/layers/lora_folded.py` does it for
+# all layers of a shape at once.
 
 # %%
 torch.manual_seed(0)
@@ -591,8 +591,8 @@ columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Encoding every image once costs its seconds before the first step. On the H100 it took 4.2 s and saves 16 ms a step: it has
-# paid after about 260 steps.
+# Encoding costs its seconds before the first step. On the H100 our 256 images took 4.2 s, and a step saves 16 ms: paid after
+# about 260 steps. The article's 1,221 images would take up to five times as long.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -615,20 +615,20 @@ for found in (rungs, h200) if lab.device == "cpu" and h200 else (rungs,):
 lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
-# From the first rung to the last the step became 34 times as fast on the H100, and 31 times on the H200. The last rung takes
-# 2.9 and 2.7 times its floor.
+# From the first rung to the last the step probably became 34 times as fast on the H100 (31 to 41), and 31 times on the H200 (29
+# to 36). The last rung takes 2.9 and 2.7 times its floor.
 #
 # Of the article's ladder only ratios can be compared: its card is another, and its step may be one image (lab 02). At its 85 %
-# utilisation all idle time together is worth a factor of 1 / 0.85. Beside our GPUs the host costs far more. Hence *same work*
-# gains most beside a slow host and a fast card, and *same mathematics* on any.
+# utilisation, removing all idle time gains a factor of 1 / 0.85. Our compiled step was two thirds idle. So *same work* gains
+# most with a slow host and a fast card, and *same mathematics* with any.
 #
 # The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, 20 and 27 beside our
-# H200, so over all our machines that verdict *differs between hosts*. Such a reading is coarse. With the kernel times of
-# section 1, kernels over step rise 1.9 times from *stock* to *pinned* on the H100, 1.7 on the H200. *Pinned* itself is no
-# contradiction: 398 to 391 ms and +6 % both hold, as the percentage is the median of ratios within rounds.
+# H200, so over all our machines that verdict *differs between hosts*. With the kernel times of section 1, kernels over step
+# rise 1.9 times from *stock* to *pinned* on the H100, 1.7 on the H200. *Pinned* itself is no contradiction: 398 to 391 ms and
+# +6 % both hold, as the percentage is the median of ratios within rounds.
 #
-# In the picture, hollow means less than the stock loop's own jitter. That says nothing against a captured rung: its interval
-# stands beside it.
+# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x. Captured rungs jitter less:
+# there, read the interval.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its
 # exponentials (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too:

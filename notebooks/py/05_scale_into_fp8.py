@@ -106,8 +106,9 @@ ax.set(xscale="log", yticks=(0, 1), yticklabels=("E5M2", "E4M3"), xlabel="the po
 plt.show()
 
 # %% [markdown]
-# Each power of two has 8 numbers in E4M3 and 4 in E5M2. So the rounding error is at most 1/16 of the value in E4M3 and 1/8 in
-# E5M2. At the left end are the subnormal numbers, and anything below half of the smallest one becomes 0.
+# From one power of two to the next there are 8 numbers in E4M3 and 4 in E5M2. So the rounding error is at most 1/16 of the
+# value in E4M3 and 1/8 in E5M2. At the left end are the subnormal numbers, and anything below half of the smallest one becomes
+# 0.
 #
 # **Takeaway.** E4M3 is precise to a sixteenth over 15 powers of two, E5M2 to an eighth over 30.
 
@@ -416,8 +417,8 @@ with lab.attempt("An FP8 product on the tensor cores"):
         print(f"FP8, x quantised, {name:<9} {ms:.3f} ms")
 
 # %% [markdown]
-# **Measurement.** The same over sizes, with inputs that no cache holds (`labutils/labs/lab05_fp8_matmul.py`). *On the way*: the
-# scales come from $x$ while the clock runs. *Known before*: $x$ is only cast.
+# **Measurement.** The same over sizes, with inputs that no cache holds (`labutils/labs/lab05_fp8_matmul.py`). *One scale*: both
+# factors are ready. *On the way*: the scales come from $x$ while the clock runs. *Known before*: $x$ is only cast.
 
 # %%
 wins_here, series = None, lab.reference(experiment="gemm-times")  # our H200's
@@ -445,7 +446,7 @@ lab.verdict("A2.fp8.rate")
 # not fill the H200, so FP8 makes it little faster, and quantising is a kernel more. Eager quantising takes several kernels,
 # each of which goes over all of $x$. Compiled, it is one. At 8,192 the red curve beats the formula on the H200. Two likely
 # reasons: a kernel that keeps a row close by moves 3 bytes a number and not 5, and products with a scale a row ran at 1,541
-# TFLOP/s there.
+# TFLOP/s there, where the formula has 1,500.
 #
 # **Takeaway.** Only the tensor core is nearly twice as fast. By bytes alone FP8 needs a thousand outputs. Square products on
 # the H200 won from 2,048 on with quantising compiled, and from 8,192 on eager.
@@ -456,10 +457,10 @@ lab.verdict("A2.fp8.rate")
 # **Question.** The article's memory did not shrink: `te.Linear` keeps the BF16 weight, and makes FP8 copies of it, unless it
 # was built under `te.quantized_model_init`. Under LoRA the weight is frozen. What does a frozen layer need to keep?
 #
-# **Technique.** $W_8$, one scale a row, and nothing else. Nobody needs $\mathrm dW$, so not even the input is kept. For
-# $\mathrm dX = \mathrm dY\,\mathrm{diag}(s)\,W_8$ the scales lie along the dimension that is summed over, where a kernel can't
-# apply them. They are multiplied into $\mathrm dY$ first. Hopper multiplies one memory layout only, so $W_8$ is transposed for
-# the backward pass and the copy dropped.
+# **Technique.** $W_8$, one descale $s$ a row, and nothing else: $W \approx \mathrm{diag}(s)\,W_8$. Nobody needs $\mathrm dW$,
+# so not even the input is kept. For $\mathrm dX = \mathrm dY\,\mathrm{diag}(s)\,W_8$ the scales lie along the dimension that is
+# summed over, where a kernel can't apply them. They are multiplied into $\mathrm dY$ first. Hopper multiplies one memory layout
+# only, so $W_8$ is transposed for the backward pass and the copy dropped.
 
 
 # %%
@@ -509,9 +510,9 @@ lab.keep(Run("05", "frozen-accuracy", tags={"experiment": "frozen-accuracy"}, me
 print(f"y is {accuracy['forward_error']:.1%} off, dX {accuracy['gradient_error']:.1%}.")
 
 # %% [markdown]
-# **Measurement.** The same layer beside Transformer Engine's and a plain one, *published* in the table: BF16, on a CPU float32.
-# Bytes for each parameter at rest, and *running*, with what is kept between forward and backward; the milliseconds of both
-# passes. A library's *workspace* is allocated once for all layers and stands apart.
+# **Measurement.** Three layers: the course's frozen one, Transformer Engine's, and a plain one in BF16, *published* in the
+# table. On a CPU that one has float32. The table gives bytes a parameter at rest and *running*, which adds what is kept for the
+# backward pass, and the milliseconds of both passes. A library's *workspace* is allocated once for all layers and stands apart.
 
 # %%
 few, dtype = (4096, torch.bfloat16) if on_gpu else (64, torch.float32)
@@ -529,10 +530,11 @@ lab.show(
 )
 
 # %% [markdown]
-# On an earlier H200 `te.Linear` held 2 bytes a parameter at rest and 4 running: the BF16 weight, and two copies in FP8. So the
-# article's memory could not shrink. The frozen layer has half of BF16's bytes. On the H200 it is slower than BF16 in eager
-# PyTorch, for section 5's reason. Compiled, it is both smaller and faster. torchao's training layer keeps BF16 weights, and is
-# made to be compiled with its block.
+# On an earlier H200 `te.Linear` held 2 bytes a parameter at rest and 4 running: the BF16 weight, and two copies in FP8. That
+# weight stays, so memory can't shrink. Why the article's didn't grow, one layer doesn't show: lab 06's model took 0.4 GB more.
+# The frozen layer has half of BF16's bytes. On the H200 it is slower than BF16 in eager PyTorch, for section 5's reason.
+# Compiled, it is both smaller and faster. torchao's training layer keeps BF16 weights, and is made to be compiled with its
+# block.
 #
 # **Technique: the article's way.** It attached LoRA first, since PEFT refused `te.Linear`, then swapped the layers. Its swap takes
 # every `nn.Linear` of language model and projector, adapters included. The course swaps frozen layers only, without the head.
@@ -618,7 +620,8 @@ def watch_linears(model, ids):
 
 
 # %% [markdown]
-# Each format rounds both factors of a product, $y = xW^\top$ and $\mathrm dX = \mathrm dY\,W$. INT8 has 255 even steps.
+# Each format rounds both factors of a product, $y = xW^\top$ and $\mathrm dX = \mathrm dY\,W$. INT8 has 255 evenly spaced
+# values.
 
 
 # %%
@@ -685,10 +688,11 @@ for name, build in models.items():
     lab.table(by_type[chosen].rename_axis("layer").reset_index())
 
 # %% [markdown]
-# In FP8 the number of scales hardly matters: 3.7 % nearly everywhere, with blocks of 32, too, since each number brings its own
-# exponent. INT8 has one step size for a tensor: better than FP8 on even tensors, worse on outliers. *o_proj* and *lm_head* saw
-# no planted outlier. *down_proj* has some of its own: its input is a product of two activations. Rows look better with outliers
-# only because of how we planted them: the outlier is each row's maximum, which 448 holds exactly.
+# In FP8 the number of scales hardly matters: 3.7 % nearly everywhere, since each number brings its own exponent. Blocks of 32,
+# not in the table, gave 3.8 %. INT8 has one step size for a tensor: better than FP8 on even tensors, worse on outliers.
+# *o_proj* and *lm_head* saw no planted outlier. *down_proj* has some of its own: its input is a product of two activations.
+# Rows look better with outliers only because of how we planted them: the outlier is each row's maximum, which 448 holds
+# exactly.
 #
 # From which size of outlier on is INT8 worse? One layer, three of 1,024 channels made larger:
 
@@ -705,12 +709,14 @@ for sigma in (1, 5, 10, 20, 50, 100):
     )
 
 # %% [markdown]
-# Between 5 and 10 sigma INT8 falls behind. Trained models have outliers of 20 and more.
+# Between 5 and 10 INT8 falls behind. That number multiplies a whole channel: its largest value is about three times as many
+# sigma. So an outlier of 20 sigma is just beyond the border. Trained models have larger ones, too.
 #
 # Too few scales cost FP8 *range*, not precision: gradients far below the tensor's largest become 0 (*flushed*). E5M2 keeps
 # nearly all of them, with a larger rounding error. A scale for each row flushes fewer than one for the tensor, because a row is
-# one token. So this course's frozen layer has E4M3 with a scale a row, both ways. *lm_head*'s gradient is nearly one number a
-# row, at the right token. Both formats hold that number, and what is left is the weight's error.
+# one token, and tokens' gradients differ in size. So this course's frozen layer has E4M3 with a scale a row, both ways.
+# *lm_head*'s gradient is nearly one number a row, at the right token. Both formats hold that number, and what is left is the
+# weight's error.
 #
 # Random weights can't say whether 3.7 % a layer harm training. Lab 06 compares losses over seeds.
 #

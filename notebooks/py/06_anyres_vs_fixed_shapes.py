@@ -257,8 +257,8 @@ my_crossing_batch: float | None = None  # a batch size
 lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
-# Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You measure
-# batch 1, the parameter `batches` adds others.
+# Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You
+# measure batch 1; the parameter `batches` replaces it.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -285,8 +285,8 @@ lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 # Examples are images. BF16 came twice, and differed by more than 3 %: an unsteady machine. Then no verdict is drawn from a
 # time. At batch 1 *compile* and *fixed* probably save time, QLoRA and *fp8-frozen* save memory. FP8 launches more kernels, so
 # it probably waits for the host: on our first H200 it took 31 % longer than BF16 at batch 1, and 12 % less at batch 4. *fixed*
-# trains on more images a second, but on fewer useful tokens: its images hold less. The lines of memory cross at batch 10; the
-# formula says 13. It leaves out the block that is computed again, which has float32 inside, too.
+# probably trains on more images a second, but on fewer useful tokens. On that H200 the lines of memory crossed at batch 10. The
+# formula says 13: it leaves out the block that is computed again, with float32 inside, too.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -503,10 +503,9 @@ lab.show(three, columns, **both)
 lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 18 % less a computed token on the H200, which is within the noise: this test decides nothing there.
+# Padded rows took 18 % less a computed token on the H200. That is within the noise, and longer rows gain anyway.
 #
-# A line through steps of all lengths would tell what a higher fixed resolution costs, if the dots lay near it. On the H200 they
-# don't.
+# A line through steps of all lengths tells what a resolution costs, if dots lie near it. On the H200 none of its shares holds.
 
 # %%
 run = shaped["no host waits" if tiny else "blocks compiled"]
@@ -590,8 +589,8 @@ for loss in losses.values():
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# The ladder starts with the plain loop on images of varied shapes. Each rung keeps the changes above it. Milliseconds are
-# medians, rates are over all steps.
+# The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *packed* includes the chunked
+# loss, *cached features* skips the tower.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -620,8 +619,8 @@ lab.verdict("A2.left.dynamic")
 # images a second. A packed step holds several examples: it takes 58 GB instead of 27, and its gradient is that of a larger
 # batch.
 #
-# **Takeaway.** No image had to change its shape. On our H200 all rungs together made a useful token probably 4.3 times as cheap
-# (3.1 to 4.9). Of single rungs only FP8's 1.36 is larger than the noise.
+# **Takeaway.** No image had to change its shape. On our H200 all rungs together probably gave 4.1 times as many useful tokens a
+# second. Of single rungs only FP8's 1.36 is larger than the noise.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -796,9 +795,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# It can: Transformer Engine holds one byte a parameter, if the transposed copy is dropped after each step. QLoRA's memory it is
-# not: section 3's model took 10.4 GB with lab 05's layer, and 8.1 with QLoRA. On a CPU *BF16* is float32, and FP8 is emulated.
-# *transposes dropped* frees the second one after each step. No row is compiled.
+# Not fully. *transposes dropped* frees the transposed copy after each step, so one byte a parameter is left between steps.
+# Within a step both copies exist. QLoRA needs less: section 3's model took 8.1 GB with it, and 10.4 with lab 05's layer. On a
+# CPU *BF16* is float32, and FP8 is emulated. No row is compiled.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -865,21 +864,22 @@ by_seed = lab.measured_together(
 )
 
 # %%
-base = by_seed["loss bf16"].samples
-print("BF16's final losses, seed by seed:", np.round(base["final_loss"], 3).tolist())
+losses = by_seed["loss bf16"].samples
+base = np.array(losses["final_loss"])
+print("BF16's final losses, seed by seed:", base.round(3).tolist())
 for name, run in list(by_seed.items())[1:]:
     if run.ok:
         for what in ("final_loss", "loss_drop"):
-            against = np.array(run.samples[what]) / base[what] - 1
+                        against = np.array(run.samples[what]) / losses[what] - 1
             print(f"{name}, {what} against BF16's:", [f"{change:+.1%}" for change in against])
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
 # BF16's own final losses lie within 1.1 %. All five methods differ from it with one sign on all three seeds. That is a hint:
-# chance alone gives it in one case of four. QLoRA's 4-bit weights are another model, which starts elsewhere, so compare its
-# *loss drop*: that has both signs. With random weights the article's losses can't be judged.
+# for one method chance alone gives it in one case of four. QLoRA's 4-bit weights are another model, which starts elsewhere, so
+# compare its *loss drop*: that has both signs. With random weights the article's losses can't be judged.
 #
-# **Takeaway.** Measure the spread over seeds before you believe a difference.
+# **Takeaway.** Pair runs by seed before you believe a difference.
 
 # %% [markdown]
 # ## 9 · Which method for me?
@@ -954,7 +954,7 @@ def drawn(options, title):
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# FP8 with fixed shapes has caught up with *BF16* after 135 steps, and fixed shapes alone after 220. But BF16 isn't the fastest
+# No. FP8 with fixed shapes has caught up with *BF16* after 135 steps, fixed shapes alone after 220. But BF16 isn't fastest
 # then. FP8 alone is ahead until about 150 steps, then FP8 with fixed shapes, until about 770.
 #
 # Now your own choice. On a CPU the cell uses the H200's runs.
@@ -977,7 +977,7 @@ if on_gpu and answers:
 lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
-# Here *fixed* compiles its blocks in 8 s, where the article compiled the model in 106. So it overtakes BF16 after 24 steps.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 

@@ -499,9 +499,9 @@ lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
 # On the H200 4 bits made the step 56 ms longer: 14 %, interval 6 to 18. The kernels that restore weights take 17 of the 56,
-# about what their bytes say. The host is a suspect for the rest: a 4-bit layer is several launches and more Python. At lab 06's
-# batch of 1 such layers are called 672 times. That would cost this host 118 ms, if each call cost what a forward call does
-# here.
+# about what their bytes say. In lab 06's step they take 27 ms, where QLoRA's step was some 300 ms longer. The host is a suspect
+# for the rest: a 4-bit layer is several launches and more Python. At lab 06's batch of 1 such layers are called 672 times. That
+# would cost this host 118 ms, if each call cost what a forward call does here.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
@@ -583,8 +583,9 @@ lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 #
 # **Question.** What does unsloth change, and what is it worth on short and on long texts?
 #
-# **Technique.** Its users replace two calls. Importing it changes transformers and PEFT, so the course calls this function in
-# a process of its own, and trains with its own loop on the same batches.
+# **Technique.** Its users replace two calls. Importing it changes transformers and PEFT: Triton kernels, a backward pass by
+# hand, checkpoints on the host. So the course calls this function in a process of its own, and trains with its own loop on the
+# same batches.
 
 
 # %%
@@ -744,10 +745,10 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. On the H200 plain PyTorch took 7 % less time a token than unsloth, and 20 % more memory: 9.05
-# against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card, a good gigabyte of them. Fewer bytes cost
-# speed: a checkpoint computes again, and a weight is restored three times. Products in FP8 stand apart, because they also round
-# activations and gradients. Only points of one kind of product are like for like.
+# Up and to the left is better. On the H200 plain PyTorch probably took less time a token than unsloth: 7 %, between two
+# processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card, a
+# good gigabyte of them. Fewer bytes cost speed: a checkpoint computes again, and a weight is restored three times. Products in
+# FP8 stand apart, because they also round activations and gradients. Only points of one kind of product are like for like.
 #
 # **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
 
@@ -757,8 +758,8 @@ if rival and rival.ok and ours.ok:
 # **Question.** The article had to stop at batch 2 for the 32B with LoRA and QLoRA, in 96 GB. What does batch 4 take?
 #
 # **Prediction.** Weights alone are $32.8 \cdot 10^9$ parameters in 16 bits. QLoRA holds $31.2 \cdot 10^9$ of them in 4.127
-# bits, and embedding and head in float32. On top come two to three copies of the logits, each of 4 × 2,048 × 152,000 numbers in
-# float32, and 64 checkpoints. How many GB does QLoRA peak at?
+# bits, and embedding and head in float32. On top come two to three copies of the logits, each of 4 × 2,048 × 152,000 numbers,
+# and 64 checkpoints, each of 4 × 2,048 × 5,120. All are float32. How many GB does QLoRA peak at?
 
 # %%
 print(f"16 bits: {2 * 32.76:.1f} GB; 4 bits: {31.21 * 4.127 / 8 + 4 * 1.556:.1f} GB")
@@ -774,9 +775,9 @@ columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
-# Both checkpoint their blocks. On the H200 batch 4 took 50 GB with QLoRA and 86 with LoRA: both fit 96. 4-bit weights save
-# memory. The casts to float32 take some of it back. On the H200 QLoRA's step took 19 % longer, on the same texts. At `tiny` and
-# `small` the model is the small Qwen3.
+# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both fit 96. The article doesn't say whether it
+# used them. 4-bit weights save memory. The casts to float32 take some of it back. On the H200 QLoRA's step took 19 % longer, on
+# the same texts. At `tiny` and `small` the model is the small Qwen3.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
 

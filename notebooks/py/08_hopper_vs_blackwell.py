@@ -399,8 +399,8 @@ if beyond:
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Where *kernels* decide, the prediction is hardly more than their sum. Where the *host* decides, it comes from another step. On
-# a CPU both add up.
+# Where *kernels* decide, the prediction is hardly more than their sum: 8 % too short on the H200. Where the *host* decides,
+# another step gives it.
 #
 # On the H200 the expert loop failed this test: predicted 39 % too long. Its 60,220 launches took 1,278 ms, so 21 µs each at
 # most. The light step said 27.7. The error bar can't show that: it covers only how the host's speed moved. Sections 6 to 8 keep
@@ -468,8 +468,8 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# Grouping cut the H200's launches to an eighth and halved the kernels' time. The step fell to a fifth, to hardly more than its
-# kernels. A captured step lasts as long as they do. A CPU captures none.
+# On the H200 *grouped*, with one attention kernel, cut launches to an eighth and halved the kernels' time. The step probably
+# fell to a fifth, about its kernels. A captured step lasts as long as they do. A CPU captures none.
 #
 # Each picture shows two milliseconds of a forward pass. Tall bars are widened.
 
@@ -566,8 +566,8 @@ if flips:
 
 # %% [markdown]
 # The last column says how far a curve misses the points. On the H200 the expert loop fails this test: its step grew half as
-# much as the replay says. The level comes from the same replay, so 4 µs is no result. Left of a crossing this card wins, right
-# of it, it loses. That is one way to the article's result.
+# much as the replay says. So 4 µs is no result. The brackets let the replay be 39 % off either way. Left of a crossing this
+# card wins, right of it it loses.
 #
 # **Takeaway.** A fast card with a slow host is a slow card, unless its steps are captured.
 
@@ -614,9 +614,9 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# On paper these cards are up to five times apart. In the expert loop the replay, which overrates the host, has them near equal.
-# For a yen and for a watt the Blackwell card gives more than the H100. A waiting card draws less power than the table counts:
-# the H200 274 W.
+# On paper these cards are up to five times apart. In the expert loop the replay, with its slow host, has them near equal. For a
+# yen and for a watt the Blackwell card gives more than the H100. A waiting card draws less power than the table counts: the
+# H200 274 W.
 #
 # **Takeaway.** Where the host decides, a faster card buys little.
 
@@ -650,7 +650,7 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
     print(f"{family}: a token meets {met[family] / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# **The lower bound.** In a batch of 32 long texts each is padded to the longest, 2,045 tokens. The mean is 861. The article's
+# **The lower bound.** Assume that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861. The article's
 # H100 makes 9,200 examples an hour. Does that leave time for such padding?
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
@@ -773,7 +773,7 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # where the host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / (2n)$. **The
 # host:** the article says only that the H100's launched too slowly.
 #
-# At section 4's 21 µs the factor 1.43 becomes 1.12.
+# At section 4's 21 µs 1.43 becomes 1.12 at most.
 #
 # **The test.** An examples-an-hour count depends on the share of the peak that kernels reach, and unsloth's kernels are others.
 # A ratio of two cards depends less on it. Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
@@ -868,8 +868,8 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So it probably had it, and
-# then batch 4 fits, too: lab 07 measured 50 GB. By this lower bound 32 texts of gpt-oss-120b fit the H100, and the article
-# trained on 16. This lab doesn't know why.
+# then batch 4 fits, too: lab 07 measured 50 GB. By this count 32 texts of gpt-oss-120b fit the H100, yet the article trained on
+# 16. This lab doesn't know why.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 

@@ -184,8 +184,9 @@ lab.show(numbers, columns, experiment="numbers")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 
 # %% [markdown]
-# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Weights are random here: a trained
-# model's gradients have another size, and another share underflows.
+# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. The 15 % between autocast and
+# *throughout* prove little: one batch, and two loss factors. Weights are random here: a trained model's gradients have another
+# size, and another share underflows.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
 # CPU it is scored against the H200.
@@ -204,8 +205,7 @@ lab.verdict("A4.pytorch.mixed-precision")
 # On the H200 the floor fell to a fifteenth, and the step probably to a fifth. The host probably sets the pace now: section 3
 # looks at that. Lab 04 has the cure.
 #
-# **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second. The 15 % between autocast and
-# *throughout* are one batch's, and the two forms also scale the loss by other factors.
+# **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -280,8 +280,7 @@ lab.verdict("A4.memory.mixed-precision")
 # %% [markdown]
 # *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB: the difference of 48 GB is workspaces.
 # One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.2 GB with TF32. Peaks
-# fall at different moments: 10 GB of tensors were alive when it ran. FP16 saves 83 % against the one peak and 34 % against the
-# other.
+# fall at different moments: here probably at 10 GB of tensors. FP16 saves 83 % against the one peak and 34 % against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -382,8 +381,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. One with moments in 8 bits
-# (bitsandbytes) may be a little off. *cudnn.benchmark* also permits TF32, which FP16 convolutions ignore. With base's setting
-# PyTorch would only reuse base's cached choice.
+# (bitsandbytes) may be a little off. PyTorch caches one algorithm for each shape and TF32 setting. So *cudnn.benchmark* also
+# permits TF32, which FP16 ignores: this forces a new choice.
 
 # %%
 import bitsandbytes as bnb
@@ -414,13 +413,13 @@ print(f"8 bits: {off(moved(bnb.optim.AdamW8bit), plain):.2%} off")
 # %%
 lab.show(flips, switch_table, experiment="toggles")
 tried, left = (runs["advice"].metric(name) for name in ("tried", "left_alone"))
-print(f"{tried} switches tried, {left} don't surely shorten the step")
+print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# First look at *base again*, then at the intervals. One that lies within that row's says nothing, even without a 0 in it. On
-# the H200 none of the four surely pays: they range from −5 to +12 %, and *base again* alone reaches 13. A table of ours without
-# that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a thousandth of the weights.
+# First look at *base again*: on the H200 it reaches 13 %. Noise goes both ways, so an interval within 13 % either way says
+# nothing. The four range from −5 to +12 %: none surely pays. The 12 counted switches include *base again*. A table of ours
+# without that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a thousandth of the weights.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
@@ -550,7 +549,7 @@ lab.verdict("A3.qlora.states-small")
 # each word, in three float32 copies. Checkpointing can't shrink them. Lab 07's chunked loss can.
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the
-# picture are its list of allocations, up to 0.02 GB lower. The counter covers workspaces, too: at `tiny` it is mostly those.
+# picture are its list of allocations, about 0.02 GB lower. The counter covers workspaces, too: at `tiny` it is mostly those.
 # The next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size.
 
 # %%

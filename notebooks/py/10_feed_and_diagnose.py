@@ -166,13 +166,11 @@ with lab.attempt("decoded and resized by DALI"):
 columns = {"format": "format", "on_gpu": "by the GPU", "mb": "MB a file"}
 columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
-lab.verdict("A4.data.gpu-decoding")
 
 # %% [markdown]
-# These pictures are drawn, and compress better than photographs do. The table was timed by hand: its noise is that of section
-# 3's base, which was measured twice.
+# These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which measures the machine's noise.
 #
-# **Takeaway.** Decoding costs far more than reading. The format decides how much.
+# **Takeaway.** Decoding probably costs far more than reading, and the format decides how much.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -200,8 +198,8 @@ with lab.attempt("forgetting files"):
 
 # %% [markdown]
 # Some disks keep a cache of their own, and some systems decline to forget. The article's advice is about slow storage, a
-# network's for example. To test yours, set `by_form["PNG"]` in the set-up cell to a list of your own PNG files, and run on from
-# there.
+# network's for example. To test yours, put `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up
+# cell's line `files, side = …`, and run on from there.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. Its pages are in the
 # page cache, so all workers share one copy, and a dataset larger than memory goes as well.
@@ -241,8 +239,8 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 # **Question.** When does a faster decoder, a cache or another worker shorten the step?
 #
 # **Technique.** Lab 03's law. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes $r + c$,
-# with $w$ workers $\max(c, r / w)$, as long as there are cores for them. All three make $r / w$ smaller. None gets a step below
-# $c$.
+# with $w$ workers $\max(c, r / w)$, as long as there are cores for them. A faster decoder and a cache lower $r$. Another worker
+# raises $w$. None gets a step below $c$.
 
 
 # %%
@@ -285,7 +283,7 @@ columns = {
     "data_ms": "of it waiting, ms",
 }
 lab.show(trained, columns | {"speed-up": "speed-up"}, experiment="image input")
-lab.verdict("A4.data.cache")
+lab.verdict("A4.data.gpu-decoding", "A4.data.cache")
 
 # %%
 with lab.attempt("the law's picture"):
@@ -309,10 +307,10 @@ with lab.attempt("the law's picture"):
 
 # %% [markdown]
 # Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. A bar spans the 10th to
-# the 90th percentile. The points without workers lie on their line if $c$ is the same for all. Left of a line's bend the step
-# takes $c$, and work on the data path gains nothing. Right of it the step waits. The line of 4 workers bends at $r = 4c$, on
-# our H100 at 524 ms. All its points lie left of that, so they test the flat part only. The lines know your number of cores: on
-# two, workers and training compete.
+# the 90th percentile. The points without workers lie near their line, so $c$ is probably the same for all. Left of a line's
+# bend the step takes $c$, and work on the data path gains nothing. Right of it the step waits. The line of 4 workers bends at
+# $r = 4c$, on our H100 at 524 ms. All its points lie left of that, and 6 to 12 ms above the line. The lines know your number of
+# cores: on two, workers and training compete.
 #
 # A PNG decodes in 39 ms, and the loop waits 58 for it. A JPEG decodes in 5, and the loop waits 24. The other 19 ms are resizing
 # and conversion. The map saves these, too. PNG was measured twice: the two differ by −1 to +8 % on our H100. That is more than
@@ -513,7 +511,7 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # %% [markdown]
 # *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
 # one: at −26 % capturing promised too much. The order was right all the same. For *padding* the unit is time per useful token,
-# since the step itself changes size. A negative gain is a loss. One of Qwen3's rounds in fp32 lost 43 % on our H100. Three
+# since the step itself changes size. A negative gain is a loss. One of Qwen3's rounds in fp32 lost 43 % on our H200. Three
 # rounds don't say why, so that row tells little. Gains don't add up: what one fix has saved, the next can't save again. Article
 # A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell
 # where time goes, and not what a change would save.

@@ -258,17 +258,19 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# *Predicted* is a bound from below. *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes
-# beyond *one process* is what sharing costs: ranks share the host, its memory and its power. What DDP takes beyond *predicted
-# from that* is communication.
+# The verdicts' numbers are examples a second. *Predicted* is a bound from below. *Each for itself* is the same step, on every
+# rank at once, with nothing sent. What it takes beyond *one process* is what sharing costs: ranks share the host, its memory
+# and its power. What DDP takes beyond *predicted from that* is communication, or waiting for the other rank.
 #
-# On our H100s one process was measured twice, and differed from itself by up to 14 %. So the verdicts are *inconclusive*, and
-# these readings are only probable. Sharing costs little: 147 ms beside 145 for the whole UNet. LoRA's messages cost about 1 %.
-# The whole UNet's cost 39 ms of 186, where the bound says 0.1. Its 3.4 GB take 14 ms on NVLink, and the backward pass hides
-# them. Two H200s of another host reached 64 % with all weights, and 90 % with LoRA.
+# On our H100s one process was measured twice. The interval of the two rates' ratio is −14 to +3 % for the whole UNet, and 0 to
+# +10 % for LoRA. So the verdicts are *inconclusive*, and these readings are only probable. Sharing costs little: 147 ms beside
+# 145 for the whole UNet. LoRA's messages cost about 1 %. The whole UNet's cost 39 ms of 186, where the bound says 0.1. Its 3.4
+# GB take 14 ms on NVLink, and the backward pass hides them. Two H200s of another host reached 64 % with all weights, and 90 %
+# with LoRA.
 #
 # Two causes are not in the bound. NCCL's kernels take a part of the GPU from computing. And a step lasts as long as its slower
-# rank. Steps by themselves took 141 to 180 ms. The longer of two such times is 164 ms on average, 8 more than their mean.
+# rank. Steps by themselves took 141 to 180 ms, 156 on average. The longer of two such times is 164 on average. So waiting for
+# the slower rank is probably some 8 of the 39 ms.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -378,9 +380,10 @@ plt.show()
 
 # %% [markdown]
 # The picture is Stable Diffusion's. NCCL's kernels also run while they wait: a rank that is late shows as communication of the
-# others. On our H100s they are on the GPU for two thirds of the traced steps, half of that time beside computation. *ddp, full*
-# communicates before its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for
-# the other rank. The profiler makes steps longer; the table's were timed without it.
+# others. On our H100s they are on the GPU for some 70 % of a step of *ddp, full*, more than half of that time beside
+# computation. 34 % of the traced steps is communication that nothing hides. In *ddp, lora* it is 1 %. *ddp, full* communicates
+# before its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for the other
+# rank. The profiler makes steps longer; the table's were timed without it.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -394,14 +397,15 @@ lab.verdict("A4.memory.fsdp")
 # *sync each* and *no_sync* steps have four micro-batches a rank. *sync each* was measured twice: 706 and 664 ms on our H100s.
 # That is an unsteady machine. *no_sync* took 578, so sending once probably saves 13 to 18 %.
 #
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. Of the difference 1.7 GB may be the BF16 copies of
-# all weights that DDP's autocast keeps for the backward pass, and FSDP gathers anew.
+# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. Of the 2.9 GB between them 1.7 may be the BF16
+# copies of all weights that DDP's autocast keeps for the backward pass, and FSDP gathers anew. The other 1.2 GB are not
+# explained here.
 #
-# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. ZeRO, of the DeepSpeed library, divides
-# weights, gradients and optimizer state, too.
+# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and probably
+# cost time. ZeRO, of the DeepSpeed library, divides weights, gradients and optimizer state, too.
 #
-# **Takeaway.** Communication costs what nothing hides: send less often, and begin early. FSDP buys memory with time: take it for a model
-# that doesn't fit otherwise.
+# **Takeaway.** Communication costs what nothing hides: send less often, and begin early. FSDP saves memory, and probably costs
+# time: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is fast enough?
@@ -434,9 +438,10 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# No network reaches its nominal rate, so these are upper bounds. Below 50 % two GPUs are slower than one. *full*, all weights,
-# gets at most 44 % on 100 GbE. So of these networks it needs InfiniBand. LoRA of Stable Diffusion may do with 1 GbE. LoRA of an
-# 8 B model gets at most 43 % there, and 98 % on 10 GbE.
+# No network reaches its nominal rate, so these are upper bounds. For NVLink the bound says 100 %, and section 2 measured 78.
+# Below 50 % two GPUs are slower than one. *full*, all weights, gets at most 13 % on 25 GbE, 20 % on 40 GbE and 44 % on 100 GbE.
+# So between hosts it needs InfiniBand. LoRA of Stable Diffusion may do with 1 GbE. LoRA of an 8 B model gets at most 43 %
+# there, and 98 % on 10 GbE.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which network is fast enough.
 
@@ -485,9 +490,9 @@ lab.show(trials, columns, experiment="nccl")
 lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.topology")
 
 # %% [markdown]
-# The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o addr`
-# lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` is for InfiniBand that is found and doesn't work. Between GPUs of one host
-# neither changes the last column. `NCCL_ALGO` and `NCCL_PROTO` force one algorithm or protocol.
+# The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o
+# addr` lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand, for a device that is found and doesn't
+# work. Between GPUs of one host neither changes the last column. `NCCL_ALGO` and `NCCL_PROTO` force one algorithm or protocol.
 #
 # The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
 # NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep
@@ -562,9 +567,9 @@ for one, other in zip(network.parameters(), weights_of_rank_0, strict=True):
 print(f"One process went on from step {begun}, to the weights that nothing had happened to.")
 
 # %% [markdown]
-# −9 is the kill. The other rank's sum can't be complete: gloo's connection breaks, or `torchrun` ends the rank that waits, with
+# −9 is the kill. The other rank waits for a sum that never comes: gloo's connection breaks, or `torchrun` ends the rank, with
 # −15. With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again at its
-# step. The course's are written by `labutils/training/checkpoint.py`.
+# step. `labutils/training/checkpoint.py` writes the course's checkpoints.
 #
 # **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on.
 

@@ -90,8 +90,8 @@ print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.file
 # **Question.** B takes 96 ms where A takes 100, and the machine's own times differ by more. Is B faster?
 #
 # **Technique.** Visit A, B and A again in turns, round after round. Each round gives a ratio. The effect is their median. Its
-# 95 % interval comes from a *bootstrap*: draw as many rounds as there are, with repetition, 2,000 times, and look where the
-# medians lie. Here is a machine that becomes 29 % slower while it is measured.
+# 95 % interval comes from a *bootstrap*: draw as many rounds as there are, with repetition, 2,000 times. The middle 95 % of the
+# medians is the interval. Here is a machine that becomes 29 % slower while it is measured.
 
 # %%
 dice, rounds = np.random.default_rng(3), np.arange(8)
@@ -119,9 +119,10 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
 # The spread of B's own times says nothing about B against A. The interval does: it ends below 1, so B is faster, by 2 to 4 %.
-# *A again* shows the noise, which counts on both sides. Here it reaches 1.008. So an effect must end below 1 / 1.008 or begin
-# above 1.008. If the interval of *A again* reaches beyond 0.97 or 1.03, the machine is unsteady, and nothing is concluded.
-# `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
+# *A again* shows the noise, which counts on both sides. Here it reaches 1.008. So B's interval must end below 1 / 1.008 to show
+# *faster*, or begin above 1.008 to show *slower*. Else the verdict is *inconclusive*. If the interval of *A again* reaches
+# beyond 0.97 or 1.03, the machine is unsteady, and nothing is concluded. `labutils/results/effects.py` is the course's code.
+# You write the rule in exercise 3.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -130,10 +131,11 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 #
 # **Question.** How many claims hold?
 #
-# That depends on what a claim says. A *statement* gives a number or a direction: it is confirmed or refuted. *Advice* promises
-# no number: it pays here or it doesn't, and is never refuted. Some claims are about a card that we don't have: there a *model*
-# agrees or disagrees. A *setting* claims no speed: the lab tells what it does. *Inconclusive* means one of three things: noise
-# may have made the effect, the machine was unsteady, or a model hangs on an assumption. *Not testable here* means that this
+# That depends on what a claim says. A *statement* gives a direction or a number: it is confirmed or refuted. A number has a
+# tolerance, which the reason tells. *Advice* promises no number: it pays here or it doesn't, and is never refuted. A
+# *predicted* claim is about a card that we don't have: a model agrees or disagrees. A *setting* claims no speed: the lab tells
+# what it does, and its verdict is *told*. *Inconclusive* means one of three things: the interval, widened by the noise, lies
+# across the claim's limit; the machine was unsteady; or a model hangs on an assumption. *Not testable here* means that this
 # machine or its runs can't answer. The reason says what would. *Differs between hosts* means that two of our machines say
 # different things.
 #
@@ -147,6 +149,9 @@ lab.predict("statements confirmed by our GPUs, of those they could test", my_con
 
 # %%
 lab.show(lab12_scoreboard.tallies(board))
+confirmed = lab12_scoreboard.confirmed(board)
+if confirmed is not None:
+    print(f"Our GPUs confirm {confirmed:.0f} % of the statements that they could test.")
 
 # %%
 judged = {f"Article {key}": {} for key in claims.articles()}
@@ -157,25 +162,25 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# Left is our verdict, right is yours. Look for rows where the two signs differ.
+# Left is our verdict, right is yours. A dash is *not testable here*. Look for rows with two signs that differ.
 #
 # **Takeaway.** Take a published number as a hypothesis. The articles' authors measured, too, on another card, beside another host.
 
 # %% [markdown]
 # ## 4 · How far off?
 #
-# **Question.** Which statements were refuted, and which of them missed narrowly?
+# **Question.** Which statements were refuted, and how far off were they?
 #
-# Where published and found are numbers of one kind, the table has their ratio. It compares what remains: 30 % less memory
-# leaves 0.70, 6.9 % less leaves 0.93, and their ratio is 1.33. Claims without a number come last. The table has the first
-# twelve.
+# Where published and found are changes between two runs, the table has the ratio of what remains: 30 % less memory leaves 0.70,
+# 6.9 % less leaves 0.93, and their ratio is 1.33. It doesn't tell the direction: read both numbers. All others come last. The
+# table has the first twelve.
 
 # %%
 lab.table(lab12_scoreboard.farthest_off(board), otherwise="No statement was refuted.")
 
 # %% [markdown]
 # **Question.** On which claims do this machine and ours disagree? Ask there what differs: the card, the host, the versions or
-# the scale. An *inconclusive* verdict is no disagreement.
+# the scale. *Inconclusive* and *differs between hosts* are no disagreement.
 
 # %%
 lab.table(
@@ -201,8 +206,8 @@ if not lab.choose(show_claims, choices) and {article, lab_number, verdict} != {"
     show_claims(article, lab_number, verdict)
 
 # %% [markdown]
-# **Takeaway.** The reason matters more than the verdict. "Faster, but by less" and "slower" are both refutations, and you would act
-# on them differently.
+# **Takeaway.** The reason matters more than the verdict. "Faster, but by less than published" and "slower" both refute a
+# number, and you would act on them differently.
 
 # %% [markdown]
 # ## 5 · Your predictions
@@ -345,5 +350,4 @@ print(faster_than(4, stock_step, my_step, micro_batches, times=4, tolerance=1e-3
 # - The course's [glossary](../docs/glossary.md).
 
 # %%
-confirmed = lab12_scoreboard.confirmed(board)
 lab.done({"statements confirmed by our GPUs, of those they could test": confirmed})

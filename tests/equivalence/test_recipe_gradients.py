@@ -87,13 +87,8 @@ def test_the_last_rung_computes_what_the_first_does(workload, plain):
 
 FEW_BLOCKS = dataclasses.replace(SIZES["tiny"], unet_channels=(32,))
 """Every kind of layer still, but few enough to compile."""
-COMPILED = CLIPPED.but(
-    compile="default",
-    adapter="folded",
-    memory_format="channels_last",
-    layers="rewritten",
-    cache="latents+text",
-)
+COMPILED = CLIPPED.but(compile="default", adapter="folded", memory_format="channels_last")
+COMPILED = COMPILED.but(layers="rewritten", cache="latents+text")
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from labutils.labs import lab12_scoreboard as scoreboard
 from labutils.results import claims
+from labutils.results.effects import effect
 from labutils.results.judges import CONFIRMED, INCONCLUSIVE, REFUTED, Effect, judge_all
 from labutils.results.records import REFERENCE, Run, Runs, read_runs
 
@@ -97,3 +98,12 @@ def test_what_comes_next_is_said_with_what_to_type():
     assert "`labutils run 03 04 06`" in steps(judge_all(None, Runs(), Runs()), done=[])[0]
     assert "`labutils run 03 --force`" in steps([of("A1.workers.one", INCONCLUSIVE)])[0]
     assert "Everything" in steps([of("A1.workers.one", CONFIRMED)])[0]
+
+
+def test_a_rule_without_a_noise_floor_is_not_right():
+    def rule(a, again, b):
+        found, twice = (effect(scoreboard.as_run(a), scoreboard.as_run(ms)) for ms in (b, again))
+        steady = twice.low >= 0.97 and twice.high <= 1.03
+        return (REFUTED, INCONCLUSIVE, CONFIRMED)[1 - found.direction * steady]
+
+    assert "not yet" in scoreboard.check_rule(rule)

@@ -24,17 +24,8 @@ from labutils.workloads import open_workload
 
 STEPS = 2
 SD = PLAIN.but(cache="latents+text", logging="ring-buffer", micro_batch=2, accumulation=2)
-QWEN = A3_BASE.but(
-    precision="fp32",
-    driver="eager",
-    adapter="plain",
-    logging="ring-buffer",
-    layers="rewritten",
-    loss="fused",
-    micro_batch=2,
-    accumulation=2,
-    token_budget=1024,
-)
+QWEN = A3_BASE.but(precision="fp32", driver="eager", adapter="plain", logging="ring-buffer")
+QWEN = QWEN.but(layers="rewritten", loss="fused", micro_batch=2, accumulation=2, token_budget=1024)
 WHOLE = {"adapter": "none"}
 FSDP = {"parallel": "fsdp"}
 FOUR = {"accumulation": 4}

@@ -66,8 +66,7 @@ def tables_on(device: torch.device) -> Tables:
     with torch.device("cpu"):
         byte, levels = torch.arange(256), bnb.get_4bit_type("nf4", device="cpu")
         pairs = levels[torch.stack([byte >> 4, byte & 0b1111], dim=1)]
-        constants = bnb.create_dynamic_map()
-    return Tables(pairs.to(device), constants.to(device))
+        return Tables(pairs.to(device), bnb.create_dynamic_map().to(device))
 
 
 def unpacked(w: Packed) -> Tensor:

@@ -45,8 +45,7 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
             else:
                 say(f"{head}: running")
                 sources = json.dumps({"notebook": lab.code, "labutils": records.code()})
-                told = {"LABUTILS_RESULTS": str(folder), records.SOURCES: sources}
-                stop.kernel = Kernel(told)
+                stop.kernel = Kernel({"LABUTILS_RESULTS": str(folder), records.SOURCES: sources})
                 if stop.asked:  # meanwhile
                     stop.kernel.end("stopped")
                 outcome = run_lab(lab, given, output, options.timeout, stop.kernel)
