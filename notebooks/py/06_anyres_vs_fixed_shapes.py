@@ -870,7 +870,7 @@ print("BF16's final losses, seed by seed:", base.round(3).tolist())
 for name, run in list(by_seed.items())[1:]:
     if run.ok:
         for what in ("final_loss", "loss_drop"):
-                        against = np.array(run.samples[what]) / losses[what] - 1
+            against = np.array(run.samples[what]) / losses[what] - 1
             print(f"{name}, {what} against BF16's:", [f"{change:+.1%}" for change in against])
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
