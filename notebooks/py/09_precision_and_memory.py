@@ -417,7 +417,7 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
 # First look at *base again*: on the H200 it reaches 13 %. Noise goes both ways, so an interval within 13 % either way says
-# nothing. The four range from −5 to +12 %: none surely pays. The 12 counted switches include *base again*. A table of ours
+# nothing. The four range from −5 to +12 %: none surely pays. The record's 12 switches still counted *base again*. A table of ours
 # without that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a thousandth of the weights.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
