@@ -618,7 +618,7 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 # From the first rung to the last the step probably became 34 times as fast on the H100 (31 to 41), and 31 times on the H200 (29
 # to 36). The last rung takes 2.9 and 2.7 times its floor.
 #
-# Of the article's ladder only ratios can be compared: its card is another, and its step may be one image (lab 02). At its 85 %
+# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). At its 85 %
 # utilisation, removing all idle time gains a factor of 1 / 0.85. Our compiled step was two thirds idle. So *same work* gains
 # most with a slow host and a fast card, and *same mathematics* with any.
 #

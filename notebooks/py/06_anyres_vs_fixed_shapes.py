@@ -232,10 +232,11 @@ assert torch.equal(ours["labels"][0], course["labels"])
 #
 # **Question.** Five methods, six batch sizes. Which saves time, which saves memory?
 #
-# *fp8-te* is Transformer Engine's FP8, here in frozen layers only. *compile* compiles the blocks one by one, where the article
-# compiles the model. *fixed* does so on small squares. *qlora* has 4-bit weights. Two more are measured at batch 1: lab 05's
-# layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing, and has *eager-fixed* instead. All compute their blocks
-# again in the backward pass. The article reports 16 GB, and weights take 15 of them: no other way fits.
+# *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go. *compile*
+# compiles the blocks one by one, where the article compiles the model. *fixed* does so on small squares. *qlora* has 4-bit
+# weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing, and has
+# *eager-fixed* instead. All compute their blocks again in the backward pass. The article reports 16 GB, and weights take 15 of
+# them: no other way fits.
 #
 # **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA saves weights. But PEFT's
 # preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes instead of two.
@@ -349,9 +350,9 @@ plt.show()
 # compiled anew, and its code then takes any length. The third step brings that length, and is nearly all compiler. After 8
 # versions of a function PyTorch runs it uncompiled.
 #
-# So why would a model recompile again and again? Its code asks the device for sizes. Each question breaks the graph in two: a
-# *graph break*. To put image tokens into their places, the published model counts them on the device. A collator can say
-# beforehand which image token belongs where.
+# Why may a model recompile more often? Asking the device for a size splits its graph: a *graph break*. Each piece has guards of
+# its own. To put image tokens into their places, the published model counts them on the device. A collator can say beforehand
+# which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -484,9 +485,8 @@ lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="me
 # constant shapes. Our own rest is negative: there the host probably sets the pace, and less work saves less time. If it did so
 # in the article, more than seven are left.
 #
-# One more experiment tests constant shapes alone, with compiled blocks. Rows are either as long as they come (*blocks
-# compiled*) or all padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles
-# nothing.
+# In one more experiment images stay and shapes become constant. Rows are either as long as they come (*blocks compiled*) or all
+# padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles nothing.
 
 # %%
 uniform.release_weights()
@@ -503,9 +503,10 @@ lab.show(three, columns, **both)
 lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 18 % less a computed token on the H200. That is within the noise, and longer rows gain anyway.
+# Padded rows took 18 % less a computed token on the H200. That is within the noise. Longer rows alone save time, too. So the
+# part of constant shapes stays open.
 #
-# A line through steps of all lengths tells what a resolution costs, if dots lie near it. On the H200 none of its shares holds.
+# The line tells what a resolution costs, if dots lie near it. On the H200 they don't: ignore its percentages.
 
 # %%
 run = shaped["no host waits" if tiny else "blocks compiled"]
@@ -590,7 +591,7 @@ for loss in losses.values():
 
 # %% [markdown]
 # The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *packed* includes the chunked
-# loss, *cached features* skips the tower.
+# loss, *answers only* needs only the answers' logits, *cached features* skips the tower.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -615,12 +616,11 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# Packed, AnyRes computes a token about as fast as *fixed* does, 63 against 65 ms for 1,000, and probably gets through as many
-# images a second. A packed step holds several examples: it takes 58 GB instead of 27, and its gradient is that of a larger
-# batch.
+# Packed, AnyRes probably computes a token about as fast as *fixed*, 63 against 65 ms for 1,000. A packed step has four times as
+# many tokens, which alone helps. It takes 58 GB instead of 27, and its gradient is that of a larger batch.
 #
-# **Takeaway.** No image had to change its shape. On our H200 all rungs together probably gave 4.1 times as many useful tokens a
-# second. Of single rungs only FP8's 1.36 is larger than the noise.
+# **Takeaway.** No image had to change its shape. On our H200 all rungs together probably gave about four times as many useful
+# tokens a second. Of single rungs only FP8's gain lies wholly outside the noise.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -797,7 +797,7 @@ steps = model = None
 # %% [markdown]
 # Not fully. *transposes dropped* frees the transposed copy after each step, so one byte a parameter is left between steps.
 # Within a step both copies exist. QLoRA needs less: section 3's model took 8.1 GB with it, and 10.4 with lab 05's layer. On a
-# CPU *BF16* is float32, and FP8 is emulated. No row is compiled.
+# CPU *BF16* is float32, and FP8 is emulated.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -876,8 +876,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 
 # %% [markdown]
 # BF16's own final losses lie within 1.1 %. All five methods differ from it with one sign on all three seeds. That is a hint:
-# for one method chance alone gives it in one case of four. QLoRA's 4-bit weights are another model, which starts elsewhere, so
-# compare its *loss drop*: that has both signs. With random weights the article's losses can't be judged.
+# for one method chance alone gives it in one case of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's has
+# both signs. The others are smaller each time. With random weights the article's losses can't be judged.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -957,7 +957,7 @@ drawn(published, "by the article's numbers")
 # No. FP8 with fixed shapes has caught up with *BF16* after 135 steps, fixed shapes alone after 220. But BF16 isn't fastest
 # then. FP8 alone is ahead until about 150 steps, then FP8 with fixed shapes, until about 770.
 #
-# Now your own choice. On a CPU the cell uses the H200's runs.
+# On a CPU the cell uses the H200's runs.
 
 # %%
 my_vram_gb, my_batch, my_steps = 24, 1, 2000

@@ -23,7 +23,7 @@
 # looked inside and found the H100 idle. Its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You have one card, or none. So you write a model of ten lines that predicts a step beside any host, on any card. You test it
-# on steps that it has not seen. Only then do you ask it about other cards.
+# on steps that it has not seen. Then you ask it about other cards, knowing its error.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -288,7 +288,7 @@ my_host: float | None = None  # for example 5
 lab.predict("host's time for a launch in the experts' loop (on a thin model)", my_host, "us")
 
 # %% [markdown]
-# **Takeaway.** A launch from `x.neg_()` takes 5 µs. Modules, autograd and adapters make it up to eight times that.
+# **Takeaway.** On the H200 a launch takes 5 µs from `x.neg_()`, up to eight times that with modules, autograd and adapters.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -399,12 +399,12 @@ if beyond:
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Where *kernels* decide, the prediction is hardly more than their sum: 8 % too short on the H200. Where the *host* decides,
-# another step gives it.
+# Where *kernels* decide, the prediction is hardly more than their sum: 8 % too short on the H200. Where the *host* decides, it
+# rests on the light step's $c$.
 #
-# On the H200 the expert loop failed this test: predicted 39 % too long. Its 60,220 launches took 1,278 ms, so 21 µs each at
-# most. The light step said 27.7. The error bar can't show that: it covers only how the host's speed moved. Sections 6 to 8 keep
-# 27.7. Their host is too slow.
+# On the H200 the small network came out 19 % too long, the expert loop 39 %. Its 60,220 launches took 1,278 ms, so 21 µs each
+# at most. The light step said 27.7. Why is not known. The error bar covers only how the host's speed moved. Sections 6 to 8
+# keep 27.7: their host is too slow.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
@@ -469,7 +469,7 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped*, with one attention kernel, cut launches to an eighth and halved the kernels' time. The step probably
-# fell to a fifth, about its kernels. A captured step lasts as long as they do. A CPU captures none.
+# fell to a fifth, little more than its kernels take. A captured step lasts as long as they do.
 #
 # Each picture shows two milliseconds of a forward pass. Tall bars are widened.
 
@@ -496,8 +496,7 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Question.** If the host decides, a slower host must lengthen the step by as much as the replay says. Does it?
 #
-# **Technique.** Section 3's dispatch mode with a delay, on a small network. Even a delay of 0 costs something, the *detour*
-# through Python.
+# **Technique.** Section 3's dispatch mode with a delay, on a small network. A delay of 0 costs the *detour* through Python.
 
 # %%
 model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).to(lab.device)
@@ -566,8 +565,8 @@ if flips:
 
 # %% [markdown]
 # The last column says how far a curve misses the points. On the H200 the expert loop fails this test: its step grew half as
-# much as the replay says. So 4 µs is no result. The brackets let the replay be 39 % off either way. Left of a crossing this
-# card wins, right of it it loses.
+# much as the replay says. So 4 µs is no result. The brackets allow an error of 39 %, but points are 58 and 72 % off. Left of a
+# crossing this card wins.
 #
 # **Takeaway.** A fast card with a slow host is a slow card, unless its steps are captured.
 
@@ -615,8 +614,8 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # On paper these cards are up to five times apart. In the expert loop the replay, with its slow host, has them near equal. For a
-# yen and for a watt the Blackwell card gives more than the H100. A waiting card draws less power than the table counts: the
-# H200 274 W.
+# yen the Blackwell card gives more than the H100, captured also for a watt. In the loop watts decide nothing: the H200 drew 274
+# of the table's 700.
 #
 # **Takeaway.** Where the host decides, a faster card buys little.
 
@@ -773,10 +772,11 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # where the host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / (2n)$. **The
 # host:** the article says only that the H100's launched too slowly.
 #
-# At section 4's 21 µs 1.43 becomes 1.12 at most.
+# With section 4's 21 µs the 1.43 above becomes 1.12 at most.
 #
 # **The test.** An examples-an-hour count depends on the share of the peak that kernels reach, and unsloth's kernels are others.
-# A ratio of two cards depends less on it. Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
+# Where kernels decide on both cards, their ratio doesn't. On gpt-oss it does. Lab 07 trains Qwen3-32B on an H200. How far off
+# is this section's model there?
 
 # %%
 recorded = [*records.read_runs(records.REFERENCE), *records.read_runs(lab.results_dir)]
@@ -797,7 +797,7 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long. The models' ratio of 2.1 survives that. The cards' ratio of 1.3 doesn't.
+# On the H200 it predicts 11 and 31 % too long. The models' ratio of 2.1 stays above 1. The cards' 1.43 would become 1.83.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -869,7 +869,7 @@ lab.verdict("A3.32b.qlora-batch")
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So it probably had it, and
 # then batch 4 fits, too: lab 07 measured 50 GB. By this count 32 texts of gpt-oss-120b fit the H100, yet the article trained on
-# 16. This lab doesn't know why.
+# 16.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
