@@ -170,7 +170,7 @@ lab.verdict("A4.data.gpu-decoding")
 
 # %% [markdown]
 # These pictures are drawn, and compress better than photographs do. The table was timed by hand. This page's verdict has the
-# noise of section 3's base, which was measured twice. In a first run that comes later, and the cell can say *pays here*.
+# noise of section 3's base, which was measured twice. A first run has no such noise yet: the cell can say *pays here*.
 #
 # **Takeaway.** Decoding probably costs far more than reading, and the format decides how much.
 
