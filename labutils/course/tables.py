@@ -87,7 +87,8 @@ def speed_up(run: Run, runs: Sequence[Run]) -> str | None:
     if not found:
         return None
     value, low, high = (f"{1 / x:.2f}x" for x in (found.value, found.high, found.low))
-    return f"{value} ({low.removesuffix('x')} to {high}{', unsteady machine' * found.unsteady})"
+    unsteady = ", unsteady machine" if found.unsteady else ""
+    return f"{value} ({low.removesuffix('x')} to {high}{unsteady})"
 
 
 def verdict_table(judgements: Iterable[Judgement]) -> str:

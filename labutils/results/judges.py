@@ -178,7 +178,8 @@ def _settle(held: Sequence[bool | None]) -> str:
 
 def _inside(low: float, high: float, least: float, most: float) -> bool | None:
     """Whether an interval lies in a range: True, False for outside, None across an end."""
-    return (least <= low and high <= most) or (False if high < least or low > most else None)
+    outside = high < least or low > most
+    return (least <= low and high <= most) or (False if outside else None)
 
 
 def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str = "") -> Judgement:
@@ -383,6 +384,7 @@ def contains(claim: Claim, runs: Runs) -> Judgement:
         raise NotTestable(f"The run with {named(run.tags)} recorded no {claim.how['metric']}.")
     here = " .. ".join(dict.fromkeys((str(held[0]), str(held[-1]))))
     verdict = CONFIRMED if any(item in held for item in items) else REFUTED
+    # Of the steps' times: this claim's own metric is the list.
     changes = _effects(replace(claim, how={}), runs) if "base" in claim.runs else {}
     judgement = _conclude(claim, verdict, changes, f"Looked for: {' or '.join(items)}.")
     return replace(judgement, here=here)

@@ -104,8 +104,8 @@ print(doctor.render(doctor.examine(), width=84))
 #
 # **Technique.** Warm up: the first calls load kernels and allocate memory. Put *events* into the GPU's queue, which the GPU
 # stamps as it gets to them. Synchronise before you read them. Repeat, and take the median. A CPU works within the call, so
-# there its own clock will do. One limit remains. The host needs microseconds to ask for a call. If the GPU is done sooner,
-# this times the host. Section 5 has the cure.
+# there its own clock will do. One limit remains. The host needs microseconds to ask for a call. If the GPU ends sooner,
+# events time the host. Section 5 has the cure.
 
 
 # %%
@@ -325,8 +325,8 @@ for each, ms in attention.items():
     print(f"{heads:2} heads of {each:3}: {ms:.3f} ms, {rate:.3g} TFLOP/s, {us:.1f} µs a head")
 
 # %% [markdown]
-# All four lines have the same products in total. On an H200 a head of 32, of 40 and of 64 takes about as long. Two reasons
-# fit, and this test can't separate them. A kernel may compute all three as 64. All three also have the same number of
+# All four lines have the same products in total. On an H200 heads of 32, 40 and 64 take about equally long. Two reasons fit,
+# and this test can't separate them. A kernel may compute all three as 64. All three also have the same number of
 # exponentials. At the published rate these take 9 µs a head, half of the time. So exponentials can't be all of it. At 128 the
 # products count again. So the gain is about 2, and not 16 / 5.
 #
@@ -415,8 +415,8 @@ lab.keep(machine);
 
 # %% [markdown]
 # The model is tiny, so the GPU never holds up the host: what you time is the host. On our H200 a module's kernel took 22 µs.
-# This page has three times of a bare launch, 5.0, 5.4 and 6.7 µs. So the factor is 3.3 to 4.4, and the cell's is 3.3. The
-# bare launch is a host's first constant, a module's launch the second. The second depends on the kind of module, too. Lab 02
+# This page times a bare launch 3 times: 5.0, 5.4 and 6.7 µs. So the factor is 3.3 to 4.4, and the cell's is 3.3. The bare
+# launch is a host's first constant, a module's launch the second. The second depends on the kind of module, too. Lab 02
 # measures it again, on a small copy of its own loop, and predicts a real step's host time: **kernels × a module's launch**.
 #
 # If that is longer than the kernels themselves take, the GPU waits, and the step is **launch-bound**. A faster card won't

@@ -208,8 +208,8 @@ lab.keep(Run("01", "lora-counts", metrics=counts))
 lab.verdict("A1.lora.count")
 
 # %% [markdown]
-# The article's example is a single layer. There it trains 256 times fewer numbers. In a whole model it depends on which layers
-# are adapted. In SD1.5 it is only attention: 1,078 times fewer. In Qwen3-8B it is every projection: 375 times.
+# The article's example is a single layer. LoRA trains 1/256 of its numbers. In a whole model the adapted layers set the factor.
+# In SD1.5 it is only attention: 1,078 times fewer. In Qwen3-8B it is every projection: 375 times.
 #
 # **Takeaway.** At small ranks LoRA trains a few thousandths of a model's numbers at most. Whether its share of the time or
 # of the memory is as small is another question: sections 4 and 6.
@@ -426,10 +426,10 @@ lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in m
 
 # %% [markdown]
 # In bf16 the noise is 17 % of the correction; the formula said 15 %. It has no direction: in the mean the whole correction
-# arrives. fp16 has three bits more, and an eighth of the noise. What a model makes of it is not tested here. A layer that
-# rounds its output to 16 bits adds as much noise of its own. Some weights do not come back exactly when the adapter is taken
-# out. Where that matters, keep the adapter beside the weights. The course's own layer, in `labutils/layers/lora.py`, does so,
-# and writes PEFT's files.
+# arrives. fp16 has three bits more, and an eighth of the noise. Its effect on a model is not tested here. A layer that rounds
+# its output to 16 bits adds as much noise of its own. Some weights do not come back exactly when the adapter is taken out.
+# Where that matters, keep the adapter beside the weights. The course's own layer, in `labutils/layers/lora.py`, does so, and
+# writes PEFT's files.
 #
 # Adapters kept beside the weights can be swapped. Train two, each on a correction of its own of rank 4.
 
@@ -503,7 +503,7 @@ for name, model in (("all trained", mlp()), ("LoRA", attach(mlp(), ("0", "2"), 8
 
 # %% [markdown]
 # LoRA keeps slightly more. A's gradient needs the layer's input, exactly as W's does. The nonlinear parts keep theirs, too.
-# Without LoRA a frozen model would keep half: the inputs of GELU and of the square. They pass a gradient on to earlier layers.
+# Without LoRA a frozen model would keep half: the inputs of GELU and of the square. Earlier layers' gradients need them.
 #
 # **Measurement.** The same count on all of Qwen3-8B, on the meta device, with article A3's batch of four texts of 861 tokens.
 # Attention counts as a fused kernel keeps it. The model in fp32 trains under autocast, which keeps copies of the weights

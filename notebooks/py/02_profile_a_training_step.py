@@ -334,8 +334,8 @@ lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 # %% [markdown]
 # Why not a bare launch? On our H200s' hosts one took 5 to 7 µs. The 24,000 launches of a step would then take 120 to 170 ms,
 # about what the kernels themselves take. So the formula would say: data, and some 160 ms. On this page that is some 500 ms,
-# less than half of the measured step. On this page the formula is 5 % above the measured step. On two other H200 hosts it was 5
-# and 16 % below. The constant comes from another loop: only so does it test the formula.
+# less than half of the measured step. The small loop's constant gives 5 % more than measured. On two other H200 hosts it was 5
+# and 16 % below. That constant comes from another loop, so it tests the formula.
 #
 # The *floor* is the time that the step's arithmetic needs at the GPU's measured rate. Hosts differ: 777 to 1,450 ms for this
 # step on the same kind of GPU.

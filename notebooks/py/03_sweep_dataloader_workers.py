@@ -258,10 +258,10 @@ lab.predict("speed-up with three workers", my_speedup, "x")
 # **Measurement.** The course's loop (`labutils/training/step.py`) with its own DataLoader (`labutils/data/loader.py`) takes
 # each number of workers in turn, in every round. A round gives one ratio, and the speed-up is the median of these ratios. So it
 # can differ from the quotient of two times in the table. While one number of workers is timed, the others' workers fill their
-# queues. These batches are used up untimed, since they cost the loop no reading. A number is confirmed by three quarters of the
-# article's gain. Zero workers come twice in a round: what the two differ by is noise. Where the interval of that noise reaches
-# beyond ±3 %, the table says *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks. That
-# noise also counts for the times of sections 4 and 6, which are taken by hand on the same machine.
+# queues. These batches are used up untimed, since they cost the loop no reading. Three quarters of the article's gain confirm a
+# number. Zero workers come twice in a round: what the two differ by is noise. Where the interval of that noise reaches beyond
+# ±3 %, the table says *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks. That noise also
+# counts for the times of sections 4 and 6, which are taken by hand on the same machine.
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
@@ -305,13 +305,12 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 740 ms, and by
 #   *workers 0, again* it would end at 614. Besides, $c$ can contain what reading disturbed, such as the host's caches.
 # - **The best number:** compare from one worker on. Speed-ups in the table whose intervals overlap are one plateau. Choose the
-#   smallest number on it. On our H200 all from 1 to 8 overlap, so one probably does as well as eight. That one is better than
-#   none the wait for data says: it fell from 315 to 17 ms.
+#   smallest number on it. On our H200 all from 1 to 8 overlap, so one probably does as well as eight. The wait for data says that one beats none: it fell from 315 to 17 ms.
 #
 # On our H200 the formula says 740 ms from one worker on. Measured were 706 to 597, 5 to 19 % less. The wait for data does what
 # the formula says: one worker takes it from 315 to 17 ms. The rest should stay, and fell from 740 to 617 ms with three workers.
 # On so unsteady a host that is probably noise in part. In the loop a read took 79 to 92 ms, alone 66. Lab 02 measured 91 alone:
-# hosts and minutes differ by as much.
+# hosts and minutes differ.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
 # formula. What remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on
@@ -519,8 +518,8 @@ lab.verdict("A1.pin.needs-both")
 # %% [markdown]
 # In the verdict, *this* is what non-blocking changes from pageable memory, *against* what it changes from pinned memory. From
 # pageable memory it changes little on our H200: 194 instead of 226 µs. Behind queued work three of the four copies also wait
-# for that work, nearly 7 ms. If a loop waits nowhere else, this wait costs more than the copy itself. Only the pinned,
-# non-blocking copy probably lets the host go on at once.
+# for that work, nearly 7 ms. If a loop waits nowhere else, this wait costs more than the copy itself. Probably only the pinned,
+# non-blocking copy lets the host go on at once.
 #
 # **Measurement.** And the step? Three workers, with and without both, in the rounds of section 3:
 

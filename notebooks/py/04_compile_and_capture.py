@@ -183,9 +183,9 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 # Kernel time is the GPU's, and the same beside any host: 156 ms a step on the H200, about 130 compiled; 164 and 137 on the
 # H100. The step itself is the host's: the stock loop has taken from 777 to 1,450 ms on the same kind of GPU. So the ratio
 # differs between hosts, too. Ours was 1.6 on the H200 and 1.5 on the H100. Both machines were unsteady, so these two numbers
-# decide nothing. If they are above the 1.4 of the launches, it is probably Python, of which compiled code runs less. One thing
-# is safe: the compiled kernels take 137 of 398 ms on the H100, so the GPU waits most of the time. For the UNet, $n = (119 -
-# 0.7) / (0.586 - 0.398)$: 420 to 750 steps by the interval.
+# decide nothing. If they exceed the launches' 1.4, the cause is probably that compiled code runs less Python. One thing is
+# safe: the compiled kernels take 137 of 398 ms on the H100, so the GPU waits most of the time. For the UNet, $n = (119 - 0.7) /
+# (0.586 - 0.398)$: 420 to 750 steps by the interval.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 

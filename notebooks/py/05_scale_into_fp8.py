@@ -107,8 +107,8 @@ plt.show()
 
 # %% [markdown]
 # From one power of two to the next there are 8 numbers in E4M3 and 4 in E5M2. So the rounding error is at most 1/16 of the
-# value in E4M3 and 1/8 in E5M2. At the left end are the subnormal numbers, and anything below half of the smallest one becomes
-# 0.
+# value in E4M3 and 1/8 in E5M2. At the left end are the subnormal numbers, and anything below half of the smallest one
+# becomes 0.
 #
 # **Takeaway.** E4M3 is precise to a sixteenth over 15 powers of two, E5M2 to an eighth over 30.
 
@@ -531,7 +531,7 @@ lab.show(
 
 # %% [markdown]
 # On an earlier H200 `te.Linear` held 2 bytes a parameter at rest and 4 running: the BF16 weight, and two copies in FP8. That
-# weight stays, so memory can't shrink. Why the article's didn't grow, one layer doesn't show: lab 06's model took 0.4 GB more.
+# weight stays, so memory can't shrink. One layer doesn't show why the article's didn't grow: lab 06's model took 0.4 GB more.
 # The frozen layer has half of BF16's bytes. On the H200 it is slower than BF16 in eager PyTorch, for section 5's reason.
 # Compiled, it is both smaller and faster. torchao's training layer keeps BF16 weights, and is made to be compiled with its
 # block.
@@ -579,8 +579,8 @@ with lab.attempt("LoRA on te.Linear", experiment="te-peft"):
 lab.verdict("A2.te.peft-refuses")
 
 # %% [markdown]
-# It no longer does: today's PEFT wraps `te.Linear` in `lora.TeLinear`. For a type that PEFT does not know, "adapters first,
-# then the swap" is still the way:
+# Today's PEFT accepts it, and wraps `te.Linear` in `lora.TeLinear`. For a type that PEFT does not know, "adapters first, then
+# the swap" is still the way:
 
 # %%
 lora = LoraConfig(target_modules=["0"])
@@ -709,8 +709,8 @@ for sigma in (1, 5, 10, 20, 50, 100):
     )
 
 # %% [markdown]
-# Between 5 and 10 INT8 falls behind. That number multiplies a whole channel: its largest value is about three times as many
-# sigma. So an outlier of 20 sigma is just beyond the border. Trained models have larger ones, too.
+# Between 5 and 10 INT8 falls behind. This factor scales a channel, whose largest value is about three times the factor in
+# sigma. So the border is an outlier of 15 to 30 sigma. Trained models have such outliers.
 #
 # Too few scales cost FP8 *range*, not precision: gradients far below the tensor's largest become 0 (*flushed*). E5M2 keeps
 # nearly all of them, with a larger rounding error. A scale for each row flushes fewer than one for the tensor, because a row is

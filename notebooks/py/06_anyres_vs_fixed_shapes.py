@@ -875,9 +875,9 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# BF16's own final losses lie within 1.1 %. All five methods differ from it with one sign on all three seeds. That is a hint:
-# for one method chance alone gives it in one case of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's has
-# both signs. The others are smaller each time. With random weights the article's losses can't be judged.
+# BF16's own final losses lie within 1.1 %. All five methods differ from BF16 with one sign on three seeds. That is a hint: for
+# one method chance alone gives it in one case of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's has both
+# signs. The others are smaller each time. With random weights the article's losses can't be judged.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 

@@ -260,7 +260,7 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
 # The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are
-# not quite: NF4's last level lies at 1.85 sigma, and the largest of 64 weights at 2.6 on average. So codes near zero are too
+# not: NF4's last level lies at 1.85 sigma, and the largest of 64 weights at 2.6 on average. So codes near zero are too
 # frequent. The spikes in the picture are the blocks' largest weights, which are exactly 1 or −1.
 #
 # **Takeaway.** Blocks nearly halve the error of 4 bits. Quantiles lower it by another seventh. Double quantisation gives most
@@ -758,8 +758,8 @@ if rival and rival.ok and ours.ok:
 # **Question.** The article had to stop at batch 2 for the 32B with LoRA and QLoRA, in 96 GB. What does batch 4 take?
 #
 # **Prediction.** Weights alone are $32.8 \cdot 10^9$ parameters in 16 bits. QLoRA holds $31.2 \cdot 10^9$ of them in 4.127
-# bits, and embedding and head in float32. On top come two to three copies of the logits, each of 4 × 2,048 × 152,000 numbers,
-# and 64 checkpoints, each of 4 × 2,048 × 5,120. All are float32. How many GB does QLoRA peak at?
+# bits, and embedding and head in float32. Add two to three copies of the logits, each of 4 × 2,048 × 152,000 numbers, and 64
+# checkpoints, each of 4 × 2,048 × 5,120. All are float32. How many GB does QLoRA peak at?
 
 # %%
 print(f"16 bits: {2 * 32.76:.1f} GB; 4 bits: {31.21 * 4.127 / 8 + 4 * 1.556:.1f} GB")

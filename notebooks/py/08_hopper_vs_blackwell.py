@@ -403,7 +403,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # rests on the light step's $c$.
 #
 # On the H200 the small network came out 19 % too long, the expert loop 39 %. Its 60,220 launches took 1,278 ms, so 21 µs each
-# at most. The light step said 27.7. Why is not known. The error bar covers only how the host's speed moved. Sections 6 to 8
+# at most. The light step said 27.7. Nobody knows why. The error bar covers only how the host's speed moved. Sections 6 to 8
 # keep 27.7: their host is too slow.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
@@ -613,9 +613,9 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# On paper these cards are up to five times apart. In the expert loop the replay, with its slow host, has them near equal. For a
-# yen the Blackwell card gives more than the H100, captured also for a watt. In the loop watts decide nothing: the H200 drew 274
-# of the table's 700.
+# On paper these cards are up to five times apart. In the expert loop the replay, with its slow host, has them near equal. Per
+# yen the Blackwell card beats the H100. Captured, it also wins per watt. In the loop watts decide nothing: the H200 drew 274 of
+# the table's 700.
 #
 # **Takeaway.** Where the host decides, a faster card buys little.
 
@@ -775,8 +775,8 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # With section 4's 21 µs the 1.43 above becomes 1.12 at most.
 #
 # **The test.** An examples-an-hour count depends on the share of the peak that kernels reach, and unsloth's kernels are others.
-# Where kernels decide on both cards, their ratio doesn't. On gpt-oss it does. Lab 07 trains Qwen3-32B on an H200. How far off
-# is this section's model there?
+# If kernels decide, two cards' ratio ignores that share. On gpt-oss it does. Lab 07 trains Qwen3-32B on an H200. How far off is
+# this section's model there?
 
 # %%
 recorded = [*records.read_runs(records.REFERENCE), *records.read_runs(lab.results_dir)]
@@ -867,9 +867,9 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So it probably had it, and
-# then batch 4 fits, too: lab 07 measured 50 GB. By this count 32 texts of gpt-oss-120b fit the H100, yet the article trained on
-# 16.
+# The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So QLoRA probably had it.
+# Then batch 4 fits, too: lab 07 measured 50 GB. By this count 32 texts of gpt-oss-120b fit the H100, yet the article trained
+# on 16.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 

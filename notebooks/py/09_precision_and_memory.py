@@ -95,7 +95,7 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # %% [markdown]
 # One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there and
 # back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the
-# table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a time says *probably*
+# table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable*
 # at most. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
 
 # %%
@@ -418,8 +418,8 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
 # First look at *base again*: on the H200 it reaches 13 %. Noise goes both ways, so an interval within 13 % either way says
-# nothing. The four range from −5 to +12 %: none surely pays. A table of ours
-# without that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a thousandth of the weights.
+# nothing. The four range from −5 to +12 %: none surely pays. The 12 switches in the record include *base again*. A table of
+# ours without that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a thousandth of the weights.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #

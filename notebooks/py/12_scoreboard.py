@@ -120,7 +120,7 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # %% [markdown]
 # The spread of B's own times says nothing about B against A. The interval does: it ends below 1, so B is faster, by 2 to 4 %.
 # *A again* shows the noise, which counts on both sides. Here it reaches 1.008. So B's interval must end below 1 / 1.008 to show
-# *faster*, or begin above 1.008 to show *slower*. Else the verdict is *inconclusive*. If the interval of *A again* reaches
+# *faster*, or begin above 1.008 to show *slower*. All other cases are *inconclusive*. If the interval of *A again* reaches
 # beyond 0.97 or 1.03, the machine is unsteady, and nothing is concluded. `labutils/results/effects.py` is the course's code.
 # You write the rule in exercise 3.
 #
@@ -162,7 +162,7 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# Left is our verdict, right is yours. A dash is *not testable here*. Look for rows with two signs that differ.
+# Our verdict is left of yours. A dash is *not testable here*. Look for rows with two signs that differ.
 #
 # **Takeaway.** Take a published number as a hypothesis. The articles' authors measured, too, on another card, beside another host.
 

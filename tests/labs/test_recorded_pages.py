@@ -30,8 +30,7 @@ def verdicts(path: Path, page: NotebookNode) -> Iterator[tuple[NotebookNode, str
     others = Runs(run for run in runs if run.host != host)
     for cell in page.cells:
         for claims in re.findall(r"lab\.verdict\(([^)]*)\)", cell.source):
-            shown = [one.data for one in cell.outputs if "data" in one]
-            (shown,) = [one for one in shown if one.get("text/markdown", "").startswith("| claim")]
+            (shown,) = [one.data for one in cell.outputs if "| claim | pub" in str(one.get("data"))]
             yield shown, verdict_table(judge_all(ast.literal_eval(f"({claims},)"), here, others))
 
 

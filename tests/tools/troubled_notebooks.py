@@ -33,7 +33,8 @@ import atexit, tempfile
 made = tempfile.TemporaryDirectory(prefix=os.environ["LABUTILS_RESULTS"] + "-")
 atexit.register(time.sleep, 4)  # a slow machine
 os.kill(os.getppid(), signal.SIGINT)
-time.sleep(600)""",
+while True:
+    time.sleep(0.1)  # a signal that comes right as a sleep begins waits for its end""",
     "sleeps": "signal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)",
 }
 
