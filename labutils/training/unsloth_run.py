@@ -78,22 +78,22 @@ def check_unsloth(device: str) -> None:
 
 
 def train_with_unsloth(
-    jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Callable[[], object] | None = None
+    jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Callable[[], object] = lambda: None
 ) -> dict[str, Run]:
     """Name -> run of each job, timed in as many rounds as a comparison has.
 
-    meanwhile: is called while the child imports unsloth and loads the model, which takes a minute.
-    The child begins with its first job when that is done too, so that neither disturbs the other.
+    meanwhile: is called while the child imports unsloth, loads the model and takes its first step,
+    which takes more than a minute. The child times its steps when that is done too.
 
-    `first_step_s` is the first job's alone: its kernels are compiled then. `peak_allocated_gb` is
-    the whole process's. A job that fails has its reason as status, and so have those that a process
-    that dies or takes too long didn't get to. Raises `Unavailable` where unsloth can't run,
-    `RuntimeError` where the process dies with nothing done.
+    `first_step_s` is the first job's alone: its kernels are compiled then, beside `meanwhile`.
+    `peak_allocated_gb` is the whole process's. A job that fails has its reason as status, and so
+    have those that a process that dies or takes too long didn't get to. Raises `Unavailable` where
+    unsloth can't run, `RuntimeError` where the process dies with nothing done.
     """
     first = next(iter(jobs.values())).workload
     check_unsloth(first.device.type)
     logs.mkdir(parents=True, exist_ok=True)
-    order = {"model": first.size.hub, "load": [load.__name__, inspect.getsource(load)], "jobs": {}}
+    order: dict[str, Any] = {"load": [load.__name__, inspect.getsource(load)], "jobs": {}}
     for name, job in jobs.items():
         opened_as = job.workload.opened_as() | {"device": first.device.type}
         recipe = job.recipe.as_dict()
@@ -104,11 +104,8 @@ def train_with_unsloth(
         tempfile.TemporaryDirectory(**passing) as folder,
         tempfile.TemporaryDirectory(dir=SHARED_MEMORY if roomy else None, **passing) as weights,
     ):
-        if first.weights == "random":
-            order["model"] = weights
-            first.publish(Path(weights))
-            make_room(first)  # for the child: memory that this process keeps is free for no other
-        records, failure = _ask(order, Path(folder), logs, meanwhile)
+        order["model"] = weights if first.weights == "random" else first.size.hub
+        records, failure = _ask(order, Path(folder), logs, first, meanwhile)
     if failure and not records:
         raise RuntimeError(failure)
     runs = {}
@@ -122,7 +119,7 @@ def train_with_unsloth(
 
 
 def _ask(
-    order: dict[str, Any], folder: Path, logs: Path, meanwhile: Callable[[], object] | None
+    order: dict[str, Any], folder: Path, logs: Path, first: LanguageLora, meanwhile: Callable
 ) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
     didn't.
@@ -136,12 +133,15 @@ def _ask(
     environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
     environment["TORCHINDUCTOR_CACHE_DIR"] = None
     records = {}
-    with Child(["-m", __name__], order, TIMEOUT_S, environment, folder) as child:
-        if meanwhile:
-            meanwhile()
-            cuda.empty_cache()
+    with Child(["-m", __name__], None, TIMEOUT_S, environment, folder) as child:
+        if first.weights == "random":  # it imports unsloth meanwhile
+            first.publish(Path(order["model"]))
+            make_room(first)  # for the child: memory that this process keeps is free for no other
+        child.send(order)
+        meanwhile()
+        cuda.empty_cache()
         child.send("begin")
-        while record := child.receive():
+        while len(records) < len(order["jobs"]) and (record := child.receive()):
             records[record["run"]] = record
         failure = "" if len(records) == len(order["jobs"]) else f"unsloth: {child.failure()}"
         printed = child.printed + child.errors()
@@ -165,7 +165,6 @@ def _main() -> None:
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     lm = namespace[name](order["model"])
-    child_process.order()  # to begin
 
     def build(recipe: Recipe) -> Published:
         """What `LanguageLora.build` gives, without what accelerate put around it in the job
@@ -176,6 +175,9 @@ def _main() -> None:
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
         with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
+            bench.prepare({name: recipe})
+            if place == 0:
+                child_process.order()  # to begin: nothing else runs now
             run = bench.compare({name: recipe}, 1)[name]
             if run.ok and (peak := cuda.peak_memory()):
                 run.metrics["peak_allocated_gb"] = peak[0]
