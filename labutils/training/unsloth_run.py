@@ -20,6 +20,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +30,11 @@ from labutils.profiling import cuda
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark, child_process
-from labutils.training.benchmark import Benchmark, empty_run
+from labutils.training.benchmark import Benchmark, empty_run, measure
 from labutils.training.child_process import Child
 from labutils.training.free_memory import make_room
 from labutils.training.model_edits import with_costs, with_epoch_rate
+from labutils.training.trainer import Trainer
 from labutils.workloads.base import open_workload
 from labutils.workloads.causal_lm import LanguageLora
 from labutils.workloads.decoder_workload import Published
@@ -83,7 +85,8 @@ def train_with_unsloth(
     """Name -> run of each job, timed in as many rounds as a comparison has.
 
     meanwhile: is called while the child imports unsloth, loads the model and takes its first step,
-    which takes more than a minute. The child times its steps when that is done too.
+    which takes more than a minute. When that is done too, the child measures the machine and times
+    its steps.
 
     `first_step_s` is the first job's alone: its kernels are compiled then, beside `meanwhile`.
     `peak_allocated_gb` is the whole process's. A job that fails has its reason as status, and so
@@ -172,17 +175,22 @@ def _main() -> None:
         unsloth.FastLanguageModel.for_training(lm)
         return Published(extract_model_from_parallel(lm, keep_fp32_wrapper=False))
 
-    for place, (name, job) in enumerate(order["jobs"].items()):
+    name, job = next(iter(order["jobs"].items()))
+    first_step_s: dict[str, float] = {}
+    with suppress(Exception):  # of what fails, the job itself will tell
+        workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
+        with Trainer(workload, recipe, build=build) as trainer:
+            first_step_s[name] = measure(trainer, 1).step_ms[0] / 1e3
+    child_process.order()  # to begin: nothing else runs now
+    for name, job in order["jobs"].items():
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
         with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
-            bench.prepare({name: recipe})
-            if place == 0:
-                child_process.order()  # to begin: nothing else runs now
             run = bench.compare({name: recipe}, 1)[name]
             if run.ok and (peak := cuda.peak_memory()):
                 run.metrics["peak_allocated_gb"] = peak[0]
-        if place > 0:
-            run.metrics.pop("first_step_s", None)  # what had to be compiled is compiled
+        if run.ok:  # of a later job everything is compiled
+            del run.metrics["first_step_s"]
+            run.metrics |= {"first_step_s": first_step_s[name]} if name in first_step_s else {}
         child_process.send(dataclasses.asdict(with_epoch_rate(with_costs(run), workload)))
 
 
