@@ -100,11 +100,11 @@ def timed(trainer: Trainer, steps: int, times: StepTimes) -> Iterator[None]:
 def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
     """Optimizer steps that must pass untimed after a pause, or after the data was taken back.
 
-    In the first one the loader starts. The next ones get batches that its workers made ready in the
-    meantime. ranks: the processes that share a step.
+    In the first one the workers start. The next ones get batches that they made ready in the
+    meantime. Without workers there is nothing to drain. ranks: the processes that share a step.
     """
     taken = max(1, recipe.accumulation // ranks)
-    return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
+    return (recipe.num_workers > 0) + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
 
 
 class Benchmark:
@@ -151,8 +151,8 @@ class Benchmark:
         self.lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
         round_ms = ROUND_MS[self.workload.scale]
         counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
-        if self.same_batches:  # the same ones for each candidate
-            counts = dict.fromkeys(counts, max(counts.values(), default=steps))
+        if self.same_batches:  # the same ones for each candidate: as many as the slowest needs
+            counts = dict.fromkeys(counts, min(counts.values(), default=steps))
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
             for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
                 if name in self.candidates:
@@ -211,8 +211,9 @@ class Benchmark:
         """
         candidate = self._working(name)
         wait = candidate.steps_to_settle
-        if self.same_batches:  # the last one of the lead-in warms the profiler up
-            candidate.trainer.rewind_data(candidate.timed_from)
+        if self.same_batches:  # the step before those that were timed warms the profiler up
+            before = 0 if self.lead_in else candidate.trainer.recipe.accumulation
+            candidate.trainer.rewind_data(candidate.timed_from - before)
             wait = max(0, self.lead_in - 1)
         return profile(candidate.trainer, steps, folder, wait=wait, with_shapes=with_shapes)
 
@@ -321,13 +322,12 @@ class Candidate:
         """
         on_cpu = self.trainer.workload.device.type == "cpu"
         rise = 0 if on_cpu or self.step_ms > LONG_MS else math.ceil(SETTLE_MS / self.step_ms)
-        drain = self.steps_to_drain if self.trainer.recipe.num_workers else 0
-        return max(drain, rise)
+        return max(self.steps_to_drain, rise)
 
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle)
 
-    def measure(self, steps: int, lead_in: int = 1) -> StepTimes:
+    def measure(self, steps: int, lead_in: int = 0) -> StepTimes:
         """A round of `steps` timed steps, settled before; with the same batches each time, rewound
         to where the first round began, and `lead_in` steps on from there: as many as the
         `steps_to_drain` of the recipe that takes most, so that all are timed on the same batches.

@@ -649,8 +649,8 @@ print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times t
 # %% [markdown]
 # PyTorch multiplies in the order of the code. PEFT's code takes the thin matrices first, too.
 #
-# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads,
-# section 7's recipes are compiled here. Its steps wait until that is done.
+# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports, loads and takes
+# this step, section 7's recipes are compiled here: both take longer for it. Steps are timed when that is done.
 
 # %%
 bench = Benchmark(texts["long"], same_batches=True)
