@@ -9,15 +9,12 @@ from labutils.recipe import STOCK
 from labutils.results.records import Run
 from labutils.training import Benchmark
 
-WATCHED = ("workers=0", "workers=1", "workers=3", "workers=8")
-"""Whose utilisation is read, which takes seconds each."""
-
 
 def sweep(
     bench: Benchmark, workers: Sequence[int], steps: int = 1, rounds: int | None = None
 ) -> dict[str, Run]:
-    """Name -> run of the stock recipe with so many workers, and its utilisation on a GPU. There
-    also "3 workers, prefetch 1" and "3 workers, pinned", in the same rounds.
+    """Name -> run of the stock recipe with so many workers. On a GPU also "3 workers, prefetch 1"
+    and "3 workers, pinned", in the same rounds.
 
     What does not fit into /dev/shm is skipped: it would not fail but hang.
     """
@@ -25,19 +22,15 @@ def sweep(
     tags: dict[str, dict] = {
         f"workers={n}": {"experiment": "workers", "workers": n} for n in workers
     }
-    on_gpu, workload = bench.workload.device.type == "cuda", bench.workload
-    if on_gpu:
+    if bench.workload.device.type == "cuda":
         three = STOCK.but(num_workers=3)
         one, pinned = "3 workers, prefetch 1", "3 workers, pinned"
         recipes |= {one: three.but(prefetch_factor=1)}
         recipes |= {pinned: three.but(pin_memory=True, non_blocking=True)}
         tags |= {one: {"experiment": "prefetch", "prefetch": 1}}
         tags |= {pinned: {"experiment": "copies", "memory": "pinned", "copy": "async"}}
-    fitting = those_that_fit(recipes, workload.size.resolution)
+    fitting = those_that_fit(recipes, bench.workload.size.resolution)
     runs = bench.compare(fitting, steps, rounds, tags)
-    for name in WATCHED:
-        if on_gpu and name in runs and runs[name].ok:
-            runs[name].metrics |= bench.watch(name)
     why = "skipped: it does not fit in /dev/shm beside the others (docker run --shm-size=1g)"
     for name in recipes.keys() - fitting.keys():
         runs[name] = Run("03", name, status=why, tags=tags[name])

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 QUEUE = 1024
 """Launches that CUDA holds ready for a GPU; a host that is farther ahead waits."""
-HALVINGS = 30
-"""Steps of a search: each replays a queue, and 30 leave a billionth of the stretch."""
+HALVINGS = 20
+"""Steps of a search: each replays a queue, and 20 leave a millionth of the stretch."""
 
 
 class Queued(NamedTuple):

@@ -7,7 +7,7 @@ A start recipe is timed, traced, and diagnosed. Only then are the recipes with o
 and timed, interleaved with the start in one process. A gain is the median over rounds of what the
 fix saves against the start of the same round. So neither a drift of the machine nor a round that
 meets something for the first time decides it. What is predicted for these rounds comes from the
-start as it was in them, diagnosed once more: the first steps of all read their files for the first
+start as it was in them, by the same trace: the first steps of all read their files for the first
 time, on a host that may have been slower or faster.
 
 Where batches differ in length, recipes are timed and traced on the same few batches. How much of
@@ -30,12 +30,14 @@ import torch
 
 from labutils.profiling import cuda
 from labutils.profiling.machine import machine_facts
+from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe
 from labutils.results.records import Run
-from labutils.tools.diagnose import Fix, diagnose
+from labutils.tools.diagnose import Fix
 from labutils.tools.diagnose.evidence import Evidence
+from labutils.tools.diagnose.fixes import RULES
 from labutils.tools.diagnose.sources import of_record, own_ms_of
-from labutils.training import Benchmark, Trainer
+from labutils.training import Benchmark
 from labutils.training.model_edits import with_epoch_rate
 from labutils.workloads.base import Workload
 
@@ -61,18 +63,18 @@ def ablations(
         run = bench.compare({START: start}, max(steps, TRACED), rounds=1)[START]
         if not run.ok:
             raise RuntimeError(f"The start can't be trained here: {run.status}.")
-        diagnosis = diagnose(_evidence(bench, with_epoch_rate(run, workload)))
-        asked = [
-            replace(fix, changes=knobs(fix, start, workload.name))
-            for fix in diagnosis.fixes
-            if fix.name in only
-        ]
+        idle_ms = _from_idle_ms(bench)
+        with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
+            traced = TRACED if bench.same_batches else 1
+            trace = bench.profile(START, Path(folder), traced, with_shapes=True)
+        found = _fixes(_evidence(bench, with_epoch_rate(run, workload), idle_ms, trace), only)
+        asked = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in found]
         recipes, why = recipes_of(start, asked, workload.device.type)
         runs = bench.compare({START: start} | recipes, steps, rounds) if recipes else {}
         runs = {name: with_epoch_rate(run, workload) for name, run in runs.items()}
         if runs and runs[START].ok and not bench.same_batches:
-            diagnosis = diagnose(_evidence(bench, runs[START]))
-    now = {fix.name: fix.gain for fix in diagnosis.fixes}
+            found = _fixes(_evidence(bench, runs[START], _from_idle_ms(bench), trace), only)
+    now = {fix.name: fix.gain for fix in found}
     each = {}
     for fix in (replace(fix, gain=now.get(fix.name, 0.0)) for fix in asked):
         pair = (runs[START], runs[fix.name]) if fix.name in recipes else None
@@ -80,14 +82,16 @@ def ablations(
     return Run("", "", metrics={"each": each})
 
 
-def _evidence(bench: Benchmark, run: Run) -> Evidence:
+def _fixes(evidence: Evidence, only: Collection[str]) -> list[Fix]:
+    """The asked rules' fixes, the one that saves most first."""
+    found = [fix for name in only if (fix := RULES[name](evidence)) is not None]
+    return sorted(found, key=lambda fix: -fix.gain)
+
+
+def _evidence(bench: Benchmark, run: Run, idle_ms: list[float], trace: Trace) -> Evidence:
     """The start's evidence: its run, timed without the profiler, and a trace of some steps, told as
     the hooks tell a script's."""
-    trainer, recipe = bench.candidates[START].trainer, Recipe(**run.recipe)
-    on_gpu = bench.workload.device.type == "cuda"
-    from_idle_ms = [_from_idle_ms(trainer) for _ in range(3)] if on_gpu else []
-    with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-        trace = bench.profile(START, Path(folder), TRACED, with_shapes=True)
+    recipe = Recipe(**run.recipe)
     timed = slice(TRACED if bench.same_batches else None)  # of batches that differ, those traced
     step_ms, data_ms = run.samples["step_ms"][timed], run.samples["data_ms"][timed]
     slowed = max(1.0, trace.wall_ms / trace.steps / statistics.median(step_ms))  # by the profiler
@@ -109,7 +113,7 @@ def _evidence(bench: Benchmark, run: Run) -> Evidence:
         "device": bench.workload.device.type,
         "step_ms": step_ms,
         "data_ms": data_ms,
-        "host_step_ms": from_idle_ms,
+        "host_step_ms": idle_ms,
         "backwards": recipe.accumulation,
         "batches": recipe.accumulation,
         "fetch_cpu_ms": None,
@@ -126,12 +130,15 @@ def _evidence(bench: Benchmark, run: Run) -> Evidence:
     return replace(evidence, source=source, recomputed=recomputed, held_in_format=True)
 
 
-def _from_idle_ms(trainer: Trainer) -> float:
-    """Milliseconds until the host has given a step's work to an idle GPU."""
-    cuda.synchronize()
-    began = time.perf_counter()
-    trainer.step()
-    return 1e3 * (time.perf_counter() - began)
+def _from_idle_ms(bench: Benchmark) -> list[float]:
+    """Milliseconds until the host has given the start's work to an idle GPU, of three steps."""
+    times: list[float] = []
+    while bench.workload.device.type == "cuda" and len(times) < 3:
+        cuda.synchronize()
+        began = time.perf_counter()
+        bench.candidates[START].trainer.step()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times
 
 
 def recipes_of(

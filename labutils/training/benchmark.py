@@ -153,11 +153,13 @@ class Benchmark:
         counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
         if self.same_batches:  # the same ones for each candidate: as many as the slowest needs
             counts = dict.fromkeys(counts, min(counts.values(), default=steps))
+        last = ""
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
             for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
                 if name in self.candidates:
                     with self._noting(name):
-                        block = self.candidates[name].measure(counts[name], self.lead_in)
+                        goes_on, last = name == last, name  # the base, from round to round
+                        block = self.candidates[name].measure(counts[name], self.lead_in, goes_on)
                         times[run].extend(block, turn)
                     self._drop_if_failed(name)
         runs, comparison = {}, uuid.uuid4().hex[:12]
@@ -322,21 +324,22 @@ class Candidate:
         """
         on_cpu = self.trainer.workload.device.type == "cpu"
         rise = 0 if on_cpu or self.step_ms > LONG_MS else math.ceil(SETTLE_MS / self.step_ms)
-        return max(self.steps_to_drain, rise)
+        return max(self.steps_to_drain - 1, rise)  # the loader runs: no step starts it
 
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle)
 
-    def measure(self, steps: int, lead_in: int = 0) -> StepTimes:
-        """A round of `steps` timed steps, settled before; with the same batches each time, rewound
-        to where the first round began, and `lead_in` steps on from there: as many as the
+    def measure(self, steps: int, lead_in: int = 0, goes_on: bool = False) -> StepTimes:
+        """A round of `steps` timed steps, settled before, unless it `goes_on` where it just ended,
+        without workers that read ahead in between; with the same batches each time, rewound to
+        where the first round began, and `lead_in` steps on from there: as many as the
         `steps_to_drain` of the recipe that takes most, so that all are timed on the same batches.
 
         It is taken once more where something was compiled in it: the second of two sizes may first
         come up here, and would be on record as a step of a minute. A recipe that never stops
         compiling shows that in its times.
         """
-        if not self.same_batches:
+        if not self.same_batches and not (goes_on and not self.trainer.recipe.num_workers):
             self.settle()
         for _ in range(TRIES):
             if self.same_batches:

@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU with two cores | ½ minute |
 # | `small` | a GPU of 8 GB | 2 minutes |
-# | `full` | a GPU of 40 GB | 5 minutes |
+# | `full` | a GPU of 40 GB | 4 minutes |
 #
 # Every scale reads the same 1080 × 1080 PNG files; only the model shrinks. Without a GPU, training and workers share the cores.
 
@@ -269,7 +269,7 @@ at_least = (3, 1) if lab.scale == "tiny" else (1, 8)
 runs = lab.keep(sweep(bench, WORKERS, steps or at_least[0], rounds or at_least[1]))
 bench.close()
 swept = [runs[f"workers={n}"] for n in WORKERS] + [runs["workers=0 again"]]
-lab.show(swept, ("step_ms", "speed-up", "data_ms", "gpu_utilization"), experiment="workers")
+lab.show(swept, ("step_ms", "speed-up", "data_ms"), experiment="workers")
 
 # %% [markdown]
 # The picture has $r$ and $c$ of the same rounds: another minute's host may be slower. The article's curve is scaled to start

@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 3 minutes |
-# | `full` | a GPU of 40 GB | 7 minutes |
+# | `full` | a GPU of 40 GB | 5 minutes |
 #
 # Only nvJPEG and CUDA's variables need a GPU.
 
@@ -265,12 +265,12 @@ lab.predict("the memory map shortens the step by", my_map, "%")
 # %%
 several = min(4, max(2, usable_cores() // 2))
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=1)
-beside = loop.but(num_workers=several, persistent_workers=True)
+beside = loop.but(num_workers=several, persistent_workers=True, prefetch_factor=1)
 kept = {"PNG": files, "JPEG": by_form["JPEG"], "memory map": mapped.pixels}
 ways = {form: (loop, those, {"format": form}) for form, those in kept.items()}
 in_memory = {"format": "resized", "in_memory": True}
 ways["in memory"] = (loop, np.array(mapped.pixels), in_memory)
-for form in ["PNG"] if tiny else kept:
+for form in ["PNG"] if tiny else ["PNG", "memory map"]:
     many = {"format": form, "workers": several}
     ways[f"{form}, {several} workers"] = (beside, kept[form], many)
 trained = lab.keep(trained_from(sd, ways, 2, rounds or None))
@@ -381,10 +381,13 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
     if not on_gpu:
         raise Unavailable("there is no GPU whose launches could overlap")
     count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    seen = [
-        int(subprocess.check_output(count, env=os.environ | {"CUDA_VISIBLE_DEVICES": devices}))
+    counting = [
+        subprocess.Popen(
+            count, env=os.environ | {"CUDA_VISIBLE_DEVICES": devices}, stdout=subprocess.PIPE
+        )
         for devices in ("", "0")
     ]
+    seen = [int(process.communicate()[0]) for process in counting]
     found = {"as_asked": int(seen == [0, 1])}
     lab.keep(Run("10", "visible devices", metrics=found, tags={"experiment": "visible devices"}))
     alone = Recipe(driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True)
@@ -445,7 +448,8 @@ def ms_a_step(workers=0, steps=18):
     return 1e3 * (time.perf_counter() - began) / (steps - steps // 3)
 
 if __name__ == "__main__":
-    print(f"{ms_a_step(*map(int, sys.argv[1:])):.1f} ms a step")
+    for workers in map(int, sys.argv[1:] or ["0"]):
+        print(f"{ms_a_step(workers, max(18, 6 * workers)):.1f} ms a step")
 """
 script = folder / "train.py"
 script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
@@ -470,18 +474,12 @@ my_script: float | None = None  # for example 40
 lab.predict("workers shorten the script's step by", my_script, "%")
 
 # %%
-def script_ms(*arguments):
-    """Of a step, by the script in a process of its own, as it was diagnosed."""
-    command = [sys.executable, str(script), *map(str, arguments)]
-    return float(subprocess.check_output(command, text=True).split()[0])
-
-
 fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
-steps = max(18, 6 * workers)  # the first third isn't timed: workers begin with two batches each
-shares = []
-for _ in range(1 if tiny else 3):  # by turns, so that a slow moment is slow for both
-    plain, other = script_ms(), script_ms(workers, steps)
+turns = ["0", str(workers)] * (1 if tiny else 3)  # so that a slow moment is slow for both
+told = subprocess.check_output([sys.executable, str(script), *turns], text=True).splitlines()
+times, shares = [float(line.split()[0]) for line in told], []
+for plain, other in zip(times[::2], times[1::2], strict=True):
     shares.append(1 - other / plain)
     print(f"{plain:.1f} ms a step, with workers={workers} {other:.1f}: {other / plain - 1:+.0%}")
 found = {"predicted": promised, "measured": median(shares)}

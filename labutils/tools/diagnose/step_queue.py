@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from labutils.profiling.launch_queue import Queued, replay, root, steady_ms
@@ -68,7 +69,7 @@ class Queue:
         """The same steps with every piece changed."""
         return self.having(map(change, self.pieces))
 
-    @property
+    @cached_property
     def step_ms(self) -> float:
         """Milliseconds an optimizer step, replayed."""
         return self.lasts_ms()
@@ -86,9 +87,14 @@ class Queue:
         return ended / self.steps
 
     def _queued(self, host: float) -> list[Queued]:
+        return [(apart + host * own, *rest) for apart, own, *rest in self._parts]
+
+    @cached_property
+    def _parts(self) -> list[tuple[float, float, float, bool]]:
+        """Read once: a search replays ten thousands of pieces many times."""
+        turns = self.takes_turns
         return [
-            Queued(p.data_ms + p.log_ms + host * p.host_ms, p.ms, self.takes_turns or bool(p.waits))
-            for p in self.pieces
+            (p.data_ms + p.log_ms, p.host_ms, p.ms, turns or bool(p.waits)) for p in self.pieces
         ]
 
     def total(self, part: str, *phases: str) -> float:
