@@ -129,7 +129,7 @@ def time_ms(call, repeats=20, warm_up=3):
 
 
 # %% [markdown]
-# What goes wrong without it? The next cell times one matrix product in four ways.
+# What goes wrong without it? The next cell times one matrix product in four ways, and turns each time into a rate.
 
 # %%
 with lab.attempt("Timing a GPU by the host's clock"):
@@ -150,11 +150,11 @@ with lab.attempt("Timing a GPU by the host's clock"):
         "events, warmed up": time_ms(lambda: a @ b),
     }
     for way, ms in ways.items():
-        print(f"{way:26} {ms:9.3f} ms")
+        print(f"{way:26} {ms:9.3f} ms, {2 * 8192**3 / ms / 1e9:9,.0f} TFLOP/s")
 
 # %% [markdown]
-# The product takes 2 · 8192³ operations. Divide them by each time, and compare with the data sheet: an H200's dense peak in
-# bf16 is 989 TFLOP/s. Without synchronising the rate lies far above it: this timed the call, and not the product. The first call takes longer than the others, because it also
+# Compare each rate with the data sheet: an H200's dense peak in bf16 is 989 TFLOP/s. Without synchronising the rate lies
+# far above it: this timed the call, and not the product. The first call takes longer than the others, because it also
 # loads kernels and allocates memory.
 #
 # **Takeaway.** A rate above the data sheet's peak means that the stopwatch is wrong.
@@ -165,7 +165,8 @@ with lab.attempt("Timing a GPU by the host's clock"):
 # **Question.** A data sheet promises a rate in TFLOP/s, 10¹² floating-point operations a second. How much of it does a
 # plain matrix product get?
 #
-# **Your prediction:** how many TFLOP/s do large matrix products reach here? A GPU is measured in bf16, where an H200's data sheet says 989, or 1,979
+# **Your prediction:** section 2 timed one product. The course's probe measures in short bursts, with rests between them. How
+# many TFLOP/s do large matrix products reach in it? A GPU is measured in bf16, where an H200's data sheet says 989, or 1,979
 # "with sparsity". A CPU is measured in fp32, where one laptop core reaches about 0.1.
 
 # %%

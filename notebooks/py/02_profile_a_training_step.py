@@ -145,19 +145,9 @@ batches = chain.from_iterable(repeat(loader))  # epoch after epoch
 
 
 # %%
-def update():
-    with record_function("clip"):
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(lora, 1.0)
-    with record_function("optimizer"):
-        scaler.step(optimizer)  # did a gradient overflow? The host waits
-        scaler.update()
-        optimizer.zero_grad()
-
-
 def optimizer_step():
     mean = 0.0
-    for micro_step in range(4):
+    for _ in range(4):
         with record_function("data"):
             pixels, tokens = (t.to(device) for t in next(batches))  # two copies: the host waits
         with record_function("encode"), torch.no_grad():
@@ -170,10 +160,15 @@ def optimizer_step():
             mean += loss.item() / 4  # for the log: the host waits
         with record_function("backward"):
             scaler.scale(loss / 4).backward()
-        if micro_step == 3:
-            update()
         with record_function("log"):
             loss.item()  # for the progress bar: the host waits
+    with record_function("clip"):
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(lora, 1.0)
+    with record_function("optimizer"):
+        scaler.step(optimizer)  # did a gradient overflow? The host waits
+        scaler.update()
+        optimizer.zero_grad()
     return mean
 
 
@@ -182,7 +177,7 @@ print(f"losses: {optimizer_step():.3f}, {optimizer_step():.3f}")
 
 # %% [markdown]
 # The course's own loop does the same on the real networks, with accelerate: `AccelerateStep` in `labutils/training/step.py`.
-# At `full` it reads PNG
+# One line stands elsewhere in the script: it reads the loss for the progress bar after the optimizer. At `full` it reads PNG
 # files of 1080 × 1080, encodes with the real VAE and CLIP, and trains 0.8 M LoRA parameters beside 860 M frozen ones, in fp16.
 #
 # **Takeaway.** A step is more than forward, backward and optimizer, and four kinds of line in it wait for the GPU.
@@ -617,7 +612,7 @@ with lab.attempt("Two gaps where the GPU sets the pace"):
             waited = sum(wait.ms for wait in seen.waits if wait.phase == "optimizer") / seen.steps
             run.metrics |= seen.metrics(run.metric("step_ms")) | {"optimizer_wait_ms": waited}
     columns = ("step_ms", "speed-up", "floor_ms", "gpu_busy", "clip_idle_ms", "optimizer_idle_ms")
-    lab.show(lab.keep(gaps), (*columns, "optimizer_wait_ms", "data_ms"), experiment="gaps")
+    lab.show(lab.keep(gaps), (*columns, "optimizer_wait_ms"), experiment="gaps")
 lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 
 # %% [markdown]

@@ -415,8 +415,7 @@ lab.verdict("A4.memory.fsdp")
 # **Technique.** Use the bound of section 2 for links that aren't here. 100 GbE carries 100 gigabits a second: 12.5 GB/s.
 
 # %%
-networks = {"1 GbE": 0.125, "10 GbE": 1.25, "25 GbE": 3.125, "40 GbE": 5, "100 GbE": 12.5}
-networks |= {"400G InfiniBand": 50, "NVLink": 450}
+networks = {"1 GbE": 0.125, "10 GbE": 1.25, "100 GbE": 12.5, "400G InfiniBand": 50, "NVLink": 450}
 
 
 def at_most(one, gb_per_s):
