@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from pathlib import Path
 
 from labutils.labs.ladders import A1_LADDER, climb, distinct_on, in_lanes
@@ -12,9 +11,11 @@ from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Run
 from labutils.training import Benchmark, try_isolated
 
+ALONE = ("stock", "workers", "compile")
+"""Rungs that are prepared while nothing else compiles: their first steps are compared."""
 AHEAD = ("encoders compiled", "merged batch", "folded LoRA")
-"""Rungs whose kernels other processes put into the cache, while this one compiles the rung
-"compile" and has the processors first. The first one's are those of "channels last", too."""
+"""Rungs whose kernels another process puts into the cache, while this one compiles others. The
+first one's are those of "channels last", too."""
 WATCHED = ("stock", "workers", "pinned")
 TRACED = ("workers", "compile", "whole-step graph", "folded LoRA")
 MODES = ("reduce-overhead", "max-autotune")
@@ -44,13 +45,13 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     """
     recipes, tags = rungs_on(bench.workload.device.type), A1_LADDER.tags()
     tried, on_gpu = {}, bench.workload.device.type == "cuda"
+    bench.prepare({name: recipes[name] for name in ALONE if name in recipes})
     with ThreadPoolExecutor() as pool:
         if on_gpu:
             for name in AHEAD:
-                pool.submit(try_isolated, bench.workload, recipes[name], 1, niceness=19)
+                pool.submit(try_isolated, bench.workload, recipes[name], 1)
             tried = {mode: pool.submit(_try_mode, bench, mode) for mode in MODES}
-        earlier = takewhile(lambda name: name != "channels last", recipes)
-        bench.prepare({name: recipes[name] for name in earlier})
+        bench.prepare(recipes)
     why = "skipped: on a CPU this rung is no different from one above it"
     runs = {name: Run("04", name, status=why, tags=tags[name]) for name in tags}
     runs |= bench.compare(recipes, max(1, 4 // rounds), rounds, tags)  # 4 samples or more
@@ -69,6 +70,6 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
 
 def _try_mode(bench: Benchmark, mode: str) -> Run:
     recipe = STOCK.but(compile=mode)
-    run = try_isolated(bench.workload, recipe, 6, "tiny", LIBRARY_KERNELS, niceness=19)
+    run = try_isolated(bench.workload, recipe, 6, "tiny", environment=LIBRARY_KERNELS)
     run.tags = {"experiment": "compile mode", "mode": mode}
     return run

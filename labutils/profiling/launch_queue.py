@@ -27,7 +27,11 @@ class Queued(NamedTuple):
     waits: bool
 
 
-def replay(launches: Sequence[Queued], rounds: int = 2) -> list[tuple[float, float]]:
+Plain = tuple[float, float, bool]
+"""The same without names: a search makes millions of them, in a tenth of the time."""
+
+
+def replay(launches: Sequence[Plain], rounds: int = 2) -> list[tuple[float, float]]:
     """(host's clock, GPU's clock) in milliseconds at the end of each round of `launches`.
 
     The first round begins with an idle GPU. A queue has ten thousands of launches and a curve needs
@@ -50,7 +54,7 @@ def replay(launches: Sequence[Queued], rounds: int = 2) -> list[tuple[float, flo
     return ends
 
 
-def steady_ms(launches: Sequence[Queued]) -> float:
+def steady_ms(launches: Sequence[Plain]) -> float:
     """Milliseconds of a round once the queue is filled: the second one."""
     (_, first), (_, second) = replay(launches)
     return second - first

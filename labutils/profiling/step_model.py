@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from labutils.profiling.gpu_specs import Spec
-from labutils.profiling.launch_queue import Queued, root, steady_ms
+from labutils.profiling.launch_queue import root, steady_ms
 from labutils.profiling.roofline import Roofline
 from labutils.profiling.trace import Trace
 
@@ -187,8 +187,8 @@ class Host:
 
 def replayed_ms(program: Program, host: Host) -> float:
     """Milliseconds a step when the queue is gone through in order, once it is filled."""
-    host_ms = {launch.phase: host.of(launch.phase) for launch in program.queue}
-    queue = [Queued(host_ms[phase], ms, waits) for phase, ms, waits in program.pieces]
+    host_ms = {phase: host.of(phase) for phase in {piece[0] for piece in program.pieces}}
+    queue = [(host_ms[phase], ms, waits) for phase, ms, waits in program.pieces]
     return steady_ms(queue) / program.steps
 
 

@@ -65,8 +65,7 @@ def ablations(
             raise RuntimeError(f"The start can't be trained here: {run.status}.")
         idle_ms = _from_idle_ms(bench)
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-            traced = TRACED if bench.same_batches else 1
-            trace = bench.profile(START, Path(folder), traced, with_shapes=True)
+            trace = bench.profile(START, Path(folder), TRACED if bench.same_batches else 1, True)
         found = _fixes(_evidence(bench, with_epoch_rate(run, workload), idle_ms, trace), only)
         asked = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in found]
         recipes, why = recipes_of(start, asked, workload.device.type)
@@ -84,8 +83,7 @@ def ablations(
 
 def _fixes(evidence: Evidence, only: Collection[str]) -> list[Fix]:
     """The asked rules' fixes, the one that saves most first."""
-    found = [fix for name in only if (fix := RULES[name](evidence)) is not None]
-    return sorted(found, key=lambda fix: -fix.gain)
+    return sorted(filter(None, (RULES[name](evidence) for name in only)), key=lambda f: -f.gain)
 
 
 def _evidence(bench: Benchmark, run: Run, idle_ms: list[float], trace: Trace) -> Evidence:

@@ -153,12 +153,11 @@ class Benchmark:
         counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
         if self.same_batches:  # the same ones for each candidate: as many as the slowest needs
             counts = dict.fromkeys(counts, min(counts.values(), default=steps))
-        last = ""
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
-            for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
+            for place, (run, name) in enumerate(list(visits.items())[:: -1 if turn % 2 else 1]):
                 if name in self.candidates:
                     with self._noting(name):
-                        goes_on, last = name == last, name  # the base, from round to round
+                        goes_on = turn > 0 and place == 0  # the one that ended the last round
                         block = self.candidates[name].measure(counts[name], self.lead_in, goes_on)
                         times[run].extend(block, turn)
                     self._drop_if_failed(name)

@@ -5,7 +5,6 @@ run = try_isolated(workload, STOCK.but(compile="reduce-overhead"), steps=3)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from labutils.recipe import Recipe
@@ -25,12 +24,10 @@ def try_isolated(
     steps: int = 3,
     scale: str = "",
     environment: Mapping[str, str] | None = None,
-    niceness: int = 0,
 ) -> Run:
     """The run of `steps` optimizer steps in a child process.
 
-    scale: default: the workload's own. environment: variables beside this process's own. niceness:
-    as `os.nice` takes it; with 19 the child leaves the processors to whoever else wants them.
+    scale: default: the workload's own. environment: variables beside this process's own.
 
     Its metrics hold `failed` (0 or 1), `message` (the exception, or how the process ended; "" where
     it went well) and, where it went well, `loss`; its samples `step_ms` from the first step on. The
@@ -40,7 +37,6 @@ def try_isolated(
     if scale:
         opened |= {"scale": scale, "weights": "random"}  # the hub has one size only
     order = {"workload": opened, "recipe": recipe.as_dict(), "steps": steps}
-    order["niceness"] = niceness
     with Child(["-m", __name__], order, TIMEOUT_S, environment) as child:
         result = child.receive() or {"metrics": {"failed": 1, "message": child.failure()}}
     run = empty_run(workload, recipe, "")
@@ -52,7 +48,6 @@ def try_isolated(
 def _main() -> None:
     """The child's side."""
     order = child_process.order()
-    os.nice(order["niceness"])
     try:
         with Trainer(open_workload(**order["workload"]), Recipe(**order["recipe"])) as trainer:
             times = measure(trainer, order["steps"])

@@ -43,11 +43,11 @@ class OnOneBatch:
         return times.step_ms
 
     def warm_up(self, steps: int) -> int:
-        """How many steps, `steps` or more, take `TIMED_MS`, after as many have been taken."""
+        """How many steps, `steps` or more, take `TIMED_MS`, after it has passed once."""
         some_ms = min(self.timed(3)[1:])  # the first may compile
-        steps = max(steps, math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms))
-        self.timed(steps)
-        return steps
+        enough = math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms)
+        self.timed(enough)
+        return max(steps, enough)
 
     def traced(self) -> Trace:
         """A trace of an optimizer step; on a GPU with shapes, which tell thin products."""

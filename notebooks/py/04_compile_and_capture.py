@@ -34,7 +34,7 @@
 # |---|---|---|
 # | `tiny` | any CPU; a C++ compiler for section 1 | 1 minute |
 # | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 40 GB | 8 minutes, three of them compiling |
+# | `full` | a GPU of 40 GB | 10 minutes, five of them compiling |
 #
 # A CPU has no launches to save. It climbs fewer rungs, and shows our GPU's beside its own.
 
@@ -94,8 +94,8 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # %% [markdown]
 # One comparison measures every rung, and all sections take their numbers from it. Each round goes through the whole ladder,
 # there and back, and measures the stock loop at both ends: what the two differ by is noise. Where that can be more than 3 %,
-# the verdict on a time is *inconclusive: unsteady machine*. While *compile* takes its first step, other processes already compile
-# the rungs from *channels last* on. They yield the processors to it. `labutils/training/benchmark.py` is the code.
+# the verdict on a time is *inconclusive: unsteady machine*. While *compile* takes its first step, nothing else compiles.
+# `labutils/training/benchmark.py` is the code.
 #
 # Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. On a CPU the UNet is
 # not compiled, which would take another half minute and gain nothing.

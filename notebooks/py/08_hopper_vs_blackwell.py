@@ -38,7 +38,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB: gpt-oss-20b as the library runs it takes 82 GB | 5 minutes |
+# | `full` | a GPU of 96 GB: gpt-oss-20b as the library runs it takes 82 GB | 4 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
 # are predicted from our H200's steps.

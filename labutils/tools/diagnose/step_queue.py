@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from labutils.profiling.launch_queue import Queued, replay, root, steady_ms
+from labutils.profiling.launch_queue import Plain, replay, root, steady_ms
 from labutils.profiling.products import Product
 
 READ, TO_DEVICE = "read", "to device"
@@ -86,16 +86,14 @@ class Queue:
         ((ended, _),) = replay(self._queued(host), rounds=1)
         return ended / self.steps
 
-    def _queued(self, host: float) -> list[Queued]:
-        return [(apart + host * own, *rest) for apart, own, *rest in self._parts]
+    def _queued(self, host: float) -> list[Plain]:
+        return [(apart + host * own, ms, waits) for apart, own, ms, waits in self._parts]
 
     @cached_property
     def _parts(self) -> list[tuple[float, float, float, bool]]:
         """Read once: a search replays ten thousands of pieces many times."""
-        turns = self.takes_turns
-        return [
-            (p.data_ms + p.log_ms, p.host_ms, p.ms, turns or bool(p.waits)) for p in self.pieces
-        ]
+        pieces, turns = self.pieces, self.takes_turns
+        return [(p.data_ms + p.log_ms, p.host_ms, p.ms, turns or p.waits != "") for p in pieces]
 
     def total(self, part: str, *phases: str) -> float:
         """Milliseconds a step of one of the pieces' parts ("ms", "host_ms", "data_ms", "log_ms").
