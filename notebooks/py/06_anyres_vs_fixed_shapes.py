@@ -338,11 +338,7 @@ fig, ax = plt.subplots(figsize=(7.2, 1.8))
 for height, spans in enumerate((compiling, steps)):
     look = {"facecolor": plots.FILLS[height][0], "edgecolor": "white", "linewidth": 1.5}
     ax.broken_barh([(1e3 * s, 1e3 * (e - s)) for s, e in spans], (height, 0.8), **look)
-ax.set(
-    yticks=(0.4, 1.4),
-    yticklabels=("compiler", "steps"),
-    xlabel="ms, compiled with PyTorch's default",
-)
+ax.set(yticks=(0.4, 1.4), yticklabels=("compiler", "steps"), xlabel="ms, by default")
 plt.show()
 
 # %% [markdown]
@@ -864,14 +860,11 @@ by_seed = lab.measured_together(
 )
 
 # %%
-losses = by_seed["loss bf16"].samples
-base = np.array(losses["final_loss"])
-print("BF16's final losses, seed by seed:", base.round(3).tolist())
+base = np.array(by_seed["loss bf16"].samples["final_loss"])
 for name, run in list(by_seed.items())[1:]:
     if run.ok:
-        for what in ("final_loss", "loss_drop"):
-            against = np.array(run.samples[what]) / losses[what] - 1
-            print(f"{name}, {what} against BF16's:", [f"{change:+.1%}" for change in against])
+        against = np.array(run.samples["final_loss"]) / base - 1
+        print(f"{name}, against BF16 seed by seed:", [f"{change:+.2%}" for change in against])
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
@@ -927,9 +920,6 @@ lab.predict("steps until fixed shapes beat fixed shapes with FP8", my_overtaking
 
 
 # %%
-places = {}  # a method looks the same in both pictures
-
-
 def drawn(options, title):
     """Total time of each method as a share of BF16's, with the crossings of the lowest line."""
     methods = {name: (first, each) for name, first, each, *_ in options.itertuples()}
@@ -940,9 +930,8 @@ def drawn(options, title):
 
     n = np.geomspace(10, 10_000, 200)
     fig, ax = plt.subplots(figsize=(7.2, 3.4))
-    for name in methods:
-        place = places.setdefault(name, len(places))
-        ax.plot(n, share(name, n), ("-", "--", "-.", ":")[place % 4], color=f"C{place}", label=name)
+    for place, name in enumerate(methods):
+        ax.plot(n, share(name, n), ("-", "--", "-.", ":")[place % 4], label=name)
     for steps, _, after in crossings(methods):
         ax.plot(steps, share(after, steps), "o", color=plots.INK)
     ax.set(xscale="log", xlabel="steps", ylabel="total time, of BF16's", title=title)
