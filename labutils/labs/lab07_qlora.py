@@ -23,8 +23,8 @@ from labutils.training.unsloth_run import Job
 from labutils.workloads import Workload
 from labutils.workloads.decoder_flops import decoder_shapes
 
-WARM_UP = 2
-"""Steps between the first and those timed. The fourth batch of long texts is then timed, which has
+WARM_UP = 3
+"""Steps between the first and those timed. The sixth batch of long texts is then timed, which has
 one of full length, as most have."""
 
 CHECKPOINTED = A3_BASE.but(checkpointing="blocks")
@@ -121,22 +121,25 @@ def restoring_kernels_ms(trace: Trace) -> float:
 
 
 def large(workload: Workload, folder: Path) -> dict[str, Run]:
-    """Name -> run of QLoRA and LoRA with checkpointing on a large model, one step timed of each, on
-    the same batch.
+    """Name -> run of QLoRA and LoRA with checkpointing on a large model, the same two batches timed
+    of each.
 
     The first step, which sets the peak of memory, has a text of full length. What QLoRA's
-    kernels do is seen in the timed step once more, under the profiler.
+    kernels do is seen in the two steps once more, under the profiler; `examples_per_h` counts
+    those of the timed steps.
     """
     runs = {}
     for name, recipe in {"qlora": QLORA, "lora": CHECKPOINTED}.items():
         make_room(workload)
-        with Benchmark(workload, warmup=1, same_batches=True, on_model=prepared_for_kbit) as bench:
-            run = runs[name] = bench.compare({name: recipe}, steps=1, rounds=1)[name]
+        options = {"same_batches": True, "on_model": prepared_for_kbit}
+        with Benchmark(workload, warmup=0, **options) as bench:
+            run = runs[name] = bench.compare({name: recipe}, steps=2, rounds=1)[name]
             run.tags = {"experiment": "qwen3-32b", "method": name, "checkpointing": "blocks"}
             if run.ok:
                 run.metrics["examples_per_h"] = 3600 * run.metric("examples_per_s")
             if run.ok and name == "qlora":
-                run.metrics |= bench.profile(name, folder, steps=1).metrics(run.metric("step_ms"))
+                trace = bench.profile(name, folder, steps=2)
+                run.metrics |= trace.metrics(run.metric("step_ms"))
     return runs
 
 

@@ -100,11 +100,11 @@ def timed(trainer: Trainer, steps: int, times: StepTimes) -> Iterator[None]:
 def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
     """Optimizer steps that must pass untimed after a pause, or after the data was taken back.
 
-    In the first one the workers start. The next ones get batches that they made ready in the
-    meantime. Without workers there is nothing to drain. ranks: the processes that share a step.
+    In the first one the loader starts, and the host gets ahead of the GPU. The next ones get
+    batches that its workers made ready in the meantime. ranks: the processes that share a step.
     """
     taken = max(1, recipe.accumulation // ranks)
-    return (recipe.num_workers > 0) + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
+    return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
 
 
 class Benchmark:
@@ -151,8 +151,8 @@ class Benchmark:
         self.lead_in = max((self.candidates[name].steps_to_drain for name in able), default=0)
         round_ms = ROUND_MS[self.workload.scale]
         counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
-        if self.same_batches:  # the same ones for each candidate: as many as the slowest needs
-            counts = dict.fromkeys(counts, min(counts.values(), default=steps))
+        if self.same_batches:  # the same ones for each candidate
+            counts = dict.fromkeys(counts, max(counts.values(), default=steps))
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
             for place, (run, name) in enumerate(list(visits.items())[:: -1 if turn % 2 else 1]):
                 if name in self.candidates:
@@ -212,9 +212,8 @@ class Benchmark:
         """
         candidate = self._working(name)
         wait = candidate.steps_to_settle
-        if self.same_batches:  # the step before those that were timed warms the profiler up
-            before = 0 if self.lead_in else candidate.trainer.recipe.accumulation
-            candidate.trainer.rewind_data(candidate.timed_from - before)
+        if self.same_batches:  # the last one of the lead-in warms the profiler up
+            candidate.trainer.rewind_data(candidate.timed_from)
             wait = max(0, self.lead_in - 1)
         return profile(candidate.trainer, steps, folder, wait=wait, with_shapes=with_shapes)
 
@@ -328,7 +327,7 @@ class Candidate:
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle)
 
-    def measure(self, steps: int, lead_in: int = 0, goes_on: bool = False) -> StepTimes:
+    def measure(self, steps: int, lead_in: int = 1, goes_on: bool = False) -> StepTimes:
         """A round of `steps` timed steps, settled before, unless it `goes_on` where it just ended,
         without workers that read ahead in between; with the same batches each time, rewound to
         where the first round began, and `lead_in` steps on from there: as many as the

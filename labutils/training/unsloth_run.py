@@ -20,7 +20,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +29,10 @@ from labutils.profiling import cuda
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import REPOSITORY, Run
 from labutils.training import benchmark, child_process
-from labutils.training.benchmark import Benchmark, empty_run, measure
+from labutils.training.benchmark import Benchmark, empty_run
 from labutils.training.child_process import Child
 from labutils.training.free_memory import make_room
 from labutils.training.model_edits import with_costs, with_epoch_rate
-from labutils.training.trainer import Trainer
 from labutils.workloads.base import open_workload
 from labutils.workloads.causal_lm import LanguageLora
 from labutils.workloads.decoder_workload import Published
@@ -80,23 +78,22 @@ def check_unsloth(device: str) -> None:
 
 
 def train_with_unsloth(
-    jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Callable[[], object] = lambda: None
+    jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Callable[[], object] | None = None
 ) -> dict[str, Run]:
     """Name -> run of each job, timed in as many rounds as a comparison has.
 
-    meanwhile: is called while the child imports unsloth, loads the model and takes its first step,
-    which takes more than a minute. When that is done too, the child measures the machine and times
-    its steps.
+    meanwhile: is called while the child imports unsloth and loads the model, which takes a minute.
+    The child begins with its first job when that is done too, so that neither disturbs the other.
 
-    `first_step_s` is the first job's alone: its kernels are compiled then, beside `meanwhile`.
-    `peak_allocated_gb` is the whole process's. A job that fails has its reason as status, and so
-    have those that a process that dies or takes too long didn't get to. Raises `Unavailable` where
-    unsloth can't run, `RuntimeError` where the process dies with nothing done.
+    `first_step_s` is the first job's alone: its kernels are compiled then. `peak_allocated_gb` is
+    the whole process's. A job that fails has its reason as status, and so have those that a process
+    that dies or takes too long didn't get to. Raises `Unavailable` where unsloth can't run,
+    `RuntimeError` where the process dies with nothing done.
     """
     first = next(iter(jobs.values())).workload
     check_unsloth(first.device.type)
     logs.mkdir(parents=True, exist_ok=True)
-    order: dict[str, Any] = {"load": [load.__name__, inspect.getsource(load)], "jobs": {}}
+    order = {"model": first.size.hub, "load": [load.__name__, inspect.getsource(load)], "jobs": {}}
     for name, job in jobs.items():
         opened_as = job.workload.opened_as() | {"device": first.device.type}
         recipe = job.recipe.as_dict()
@@ -107,8 +104,11 @@ def train_with_unsloth(
         tempfile.TemporaryDirectory(**passing) as folder,
         tempfile.TemporaryDirectory(dir=SHARED_MEMORY if roomy else None, **passing) as weights,
     ):
-        order["model"] = weights if first.weights == "random" else first.size.hub
-        records, failure = _ask(order, Path(folder), logs, first, meanwhile)
+        if first.weights == "random":
+            order["model"] = weights
+            first.publish(Path(weights))
+            make_room(first)  # for the child: memory that this process keeps is free for no other
+        records, failure = _ask(order, Path(folder), logs, meanwhile)
     if failure and not records:
         raise RuntimeError(failure)
     runs = {}
@@ -122,7 +122,7 @@ def train_with_unsloth(
 
 
 def _ask(
-    order: dict[str, Any], folder: Path, logs: Path, first: LanguageLora, meanwhile: Callable
+    order: dict[str, Any], folder: Path, logs: Path, meanwhile: Callable[[], object] | None
 ) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
     didn't.
@@ -136,15 +136,12 @@ def _ask(
     environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
     environment["TORCHINDUCTOR_CACHE_DIR"] = None
     records = {}
-    with Child(["-m", __name__], None, TIMEOUT_S, environment, folder) as child:
-        if first.weights == "random":  # it imports unsloth meanwhile
-            first.publish(Path(order["model"]))
-            make_room(first)  # for the child: memory that this process keeps is free for no other
-        child.send(order)
-        meanwhile()
-        cuda.empty_cache()
+    with Child(["-m", __name__], order, TIMEOUT_S, environment, folder) as child:
+        if meanwhile:
+            meanwhile()
+            cuda.empty_cache()
         child.send("begin")
-        while len(records) < len(order["jobs"]) and (record := child.receive()):
+        while record := child.receive():
             records[record["run"]] = record
         failure = "" if len(records) == len(order["jobs"]) else f"unsloth: {child.failure()}"
         printed = child.printed + child.errors()
@@ -168,6 +165,7 @@ def _main() -> None:
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     lm = namespace[name](order["model"])
+    child_process.order()  # to begin
 
     def build(recipe: Recipe) -> Published:
         """What `LanguageLora.build` gives, without what accelerate put around it in the job
@@ -175,22 +173,14 @@ def _main() -> None:
         unsloth.FastLanguageModel.for_training(lm)
         return Published(extract_model_from_parallel(lm, keep_fp32_wrapper=False))
 
-    name, job = next(iter(order["jobs"].items()))
-    first_step_s: dict[str, float] = {}
-    with suppress(Exception):  # of what fails, the job itself will tell
-        workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
-        with Trainer(workload, recipe, build=build) as trainer:
-            first_step_s[name] = measure(trainer, 1).step_ms[0] / 1e3
-    child_process.order()  # to begin: nothing else runs now
-    for name, job in order["jobs"].items():
+    for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
         with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
             run = bench.compare({name: recipe}, 1)[name]
             if run.ok and (peak := cuda.peak_memory()):
                 run.metrics["peak_allocated_gb"] = peak[0]
-        if run.ok:  # of a later job everything is compiled
-            del run.metrics["first_step_s"]
-            run.metrics |= {"first_step_s": first_step_s[name]} if name in first_step_s else {}
+        if place > 0:
+            run.metrics.pop("first_step_s", None)  # what had to be compiled is compiled
         child_process.send(dataclasses.asdict(with_epoch_rate(with_costs(run), workload)))
 
 

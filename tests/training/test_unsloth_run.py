@@ -10,7 +10,7 @@ import os, sys
 assert "transformers" not in sys.modules
 assert os.environ["TRITON_CACHE_DIR"] == os.environ["TMPDIR"] == os.getcwd()
 assert os.environ.get("TORCHINDUCTOR_CACHE_DIR", os.getcwd()).startswith(os.getcwd())
-turns = ["first step", "first", "second"]
+turns = ["first", "second"]
 class FastLanguageModel:
     def for_training(lm):
         turns.pop() if turns else sys.exit("out of patience")
