@@ -38,7 +38,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB: gpt-oss-20b as the library runs it takes 82 GB | 4 minutes |
+# | `full` | a GPU of 96 GB: gpt-oss-20b as the library runs it takes 82 GB | 5 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
 # are predicted from our H200's steps.
@@ -532,7 +532,7 @@ def level_us(step, rival_ms):
     """Extra µs a launch until `step` takes as long; the same if its replay is as far off as it was."""
     off = abs(step.run.metric("off_by_percent")) / 100
     factors = (1, 1 + off, 1 - off)
-    return [root(lambda us, f=f: f * (step.beside(us) - rival_ms), 0.0, 1000.0) for f in factors]
+    return [root(lambda us, f=f: f * step.beside(us) - rival_ms, 0.0, 1000.0) for f in factors]
 
 
 empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3  # an empty kernel
