@@ -19,14 +19,12 @@ def sweep(
     What does not fit into /dev/shm is skipped: it would not fail but hang.
     """
     recipes = {f"workers={n}": STOCK.but(num_workers=n) for n in workers}
-    tags: dict[str, dict] = {
-        f"workers={n}": {"experiment": "workers", "workers": n} for n in workers
-    }
+    tags = {f"workers={n}": {"experiment": "workers", "workers": n} for n in workers}
     if bench.workload.device.type == "cuda":
         three = STOCK.but(num_workers=3)
         one, pinned = "3 workers, prefetch 1", "3 workers, pinned"
-        recipes |= {one: three.but(prefetch_factor=1)}
-        recipes |= {pinned: three.but(pin_memory=True, non_blocking=True)}
+        recipes[one] = three.but(prefetch_factor=1)
+        recipes[pinned] = three.but(pin_memory=True, non_blocking=True)
         tags |= {one: {"experiment": "prefetch", "prefetch": 1}}
         tags |= {pinned: {"experiment": "copies", "memory": "pinned", "copy": "async"}}
     fitting = those_that_fit(recipes, bench.workload.size.resolution)

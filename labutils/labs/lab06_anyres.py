@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import fresh_cache
 
-from labutils.labs.ladders import A2_BASE, A2_LADDER, climb, distinct_on
+from labutils.labs.ladders import A2_BASE, A2_LADDER, NO_WORKERS, climb, distinct_on
 from labutils.layers.cuda_graph import VARIANTS
 from labutils.layers.quantization.convert import forget_scales
 from labutils.profiling import compat
@@ -153,8 +153,7 @@ def shape_recipes(scale: str) -> dict[str, Recipe]:
     if scale != "tiny":
         return recipes
     del recipes["FP8 weights"]  # a CPU emulates them
-    plain = {"num_workers": 0, "persistent_workers": False, "compile": "off"}
-    plain |= {"compile_scope": "model", "dynamic": "automatic"}
+    plain = NO_WORKERS | {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
     return distinct_on("cpu", {name: recipe.but(**plain) for name, recipe in recipes.items()})
 
 

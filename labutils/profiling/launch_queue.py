@@ -27,11 +27,11 @@ class Queued(NamedTuple):
     waits: bool
 
 
-Plain = tuple[float, float, bool]
-"""The same without names: a search makes millions of them, in a tenth of the time."""
+Launch = tuple[float, float, bool]
+"""A `Queued` without names: a search makes millions of them, in a tenth of the time."""
 
 
-def replay(launches: Sequence[Plain], rounds: int = 2) -> list[tuple[float, float]]:
+def replay(launches: Sequence[Launch], rounds: int = 2) -> list[tuple[float, float]]:
     """(host's clock, GPU's clock) in milliseconds at the end of each round of `launches`.
 
     The first round begins with an idle GPU. A queue has ten thousands of launches and a curve needs
@@ -54,7 +54,7 @@ def replay(launches: Sequence[Plain], rounds: int = 2) -> list[tuple[float, floa
     return ends
 
 
-def steady_ms(launches: Sequence[Plain]) -> float:
+def steady_ms(launches: Sequence[Launch]) -> float:
     """Milliseconds of a round once the queue is filled: the second one."""
     (_, first), (_, second) = replay(launches)
     return second - first

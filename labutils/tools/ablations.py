@@ -33,9 +33,8 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe
 from labutils.results.records import Run
-from labutils.tools.diagnose import Fix
+from labutils.tools.diagnose import Fix, diagnose
 from labutils.tools.diagnose.evidence import Evidence
-from labutils.tools.diagnose.fixes import RULES
 from labutils.tools.diagnose.sources import of_record, own_ms_of
 from labutils.training import Benchmark
 from labutils.training.model_edits import with_epoch_rate
@@ -64,26 +63,23 @@ def ablations(
         if not run.ok:
             raise RuntimeError(f"The start can't be trained here: {run.status}.")
         idle_ms = _from_idle_ms(bench)
+        traced = TRACED if bench.same_batches else 1
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-            trace = bench.profile(START, Path(folder), TRACED if bench.same_batches else 1, True)
-        found = _fixes(_evidence(bench, with_epoch_rate(run, workload), idle_ms, trace), only)
-        asked = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in found]
+            trace = bench.profile(START, Path(folder), traced, with_shapes=True)
+        evidence = _evidence(bench, with_epoch_rate(run, workload), idle_ms, trace)
+        fixes = diagnose(evidence, only).fixes
+        asked = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
         recipes, why = recipes_of(start, asked, workload.device.type)
         runs = bench.compare({START: start} | recipes, steps, rounds) if recipes else {}
         runs = {name: with_epoch_rate(run, workload) for name, run in runs.items()}
         if runs and runs[START].ok and not bench.same_batches:
-            found = _fixes(_evidence(bench, runs[START], _from_idle_ms(bench), trace), only)
-    now = {fix.name: fix.gain for fix in found}
+            fixes = diagnose(_evidence(bench, runs[START], _from_idle_ms(bench), trace), only).fixes
+    now = {fix.name: fix.gain for fix in fixes}
     each = {}
     for fix in (replace(fix, gain=now.get(fix.name, 0.0)) for fix in asked):
         pair = (runs[START], runs[fix.name]) if fix.name in recipes else None
         each[fix.name] = _row(fix, pair, why.get(fix.name, ""))
     return Run("", "", metrics={"each": each})
-
-
-def _fixes(evidence: Evidence, only: Collection[str]) -> list[Fix]:
-    """The asked rules' fixes, the one that saves most first."""
-    return sorted(filter(None, (RULES[name](evidence) for name in only)), key=lambda f: -f.gain)
 
 
 def _evidence(bench: Benchmark, run: Run, idle_ms: list[float], trace: Trace) -> Evidence:

@@ -154,11 +154,10 @@ class Benchmark:
         if self.same_batches:  # the same ones for each candidate
             counts = dict.fromkeys(counts, max(counts.values(), default=steps))
         for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
-            for place, (run, name) in enumerate(list(visits.items())[:: -1 if turn % 2 else 1]):
+            for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
                 if name in self.candidates:
                     with self._noting(name):
-                        goes_on = turn > 0 and place == 0  # the one that ended the last round
-                        block = self.candidates[name].measure(counts[name], self.lead_in, goes_on)
+                        block = self.candidates[name].measure(counts[name], self.lead_in)
                         times[run].extend(block, turn)
                     self._drop_if_failed(name)
         runs, comparison = {}, uuid.uuid4().hex[:12]
@@ -327,17 +326,16 @@ class Candidate:
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle)
 
-    def measure(self, steps: int, lead_in: int = 1, goes_on: bool = False) -> StepTimes:
-        """A round of `steps` timed steps, settled before, unless it `goes_on` where it just ended,
-        without workers that read ahead in between; with the same batches each time, rewound to
-        where the first round began, and `lead_in` steps on from there: as many as the
+    def measure(self, steps: int, lead_in: int = 1) -> StepTimes:
+        """A round of `steps` timed steps, settled before; with the same batches each time, rewound
+        to where the first round began, and `lead_in` steps on from there: as many as the
         `steps_to_drain` of the recipe that takes most, so that all are timed on the same batches.
 
         It is taken once more where something was compiled in it: the second of two sizes may first
         come up here, and would be on record as a step of a minute. A recipe that never stops
         compiling shows that in its times.
         """
-        if not self.same_batches and not (goes_on and not self.trainer.recipe.num_workers):
+        if not self.same_batches:
             self.settle()
         for _ in range(TRIES):
             if self.same_batches:

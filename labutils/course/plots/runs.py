@@ -157,6 +157,8 @@ def _draw_lanes(ax: Axes, steps: Sequence[Run], heights: Sequence[float], floor:
 def frontier(ax: Axes, runs: Iterable[Run], kind: Callable[[Run], str]) -> Axes:
     """Useful tokens a second over peak memory: a named point a run, with a mark for each `kind`.
     The x axis is logarithmic; runs without both metrics are left out."""
+    from matplotlib.transforms import Bbox
+
     metrics = ("peak_allocated_gb", "useful_tokens_per_s")
     by_kind: dict[str, list[tuple[float, float, str]]] = {}
     for run in runs:
@@ -165,11 +167,17 @@ def frontier(ax: Axes, runs: Iterable[Run], kind: Callable[[Run], str]) -> Axes:
     for (name, points), mark in zip(by_kind.items(), cycle("sDov^"), strict=False):
         x, y, _ = zip(*sorted(points), strict=True)
         ax.plot(x, y, mark, label=name)
-    every = sorted(point for points in by_kind.values() for point in points)
-    for (x, y, name), lower in zip(every, cycle((5, -11, 14, -20)), strict=False):
-        ax.annotate(name, (x, y), (6, lower), textcoords="offset points", fontsize=7)
     ax.set(ylim=(0, None), xlabel=heading(metrics[0]), ylabel=heading(metrics[1]))
     ax.set_xscale("log", subs=())
+    every = sorted(point for points in by_kind.values() for point in points)
+    taken = [Bbox.from_bounds(*ax.transData.transform((x, y)) - 7, 14, 14) for x, y, _ in every]
+    for x, y, name in every:
+        for lower in (5, -11, 14, -20):  # until the name covers no point and no other name
+            text = ax.annotate(name, (x, y), (6, lower), textcoords="offset points", fontsize=7)
+            if lower == -20 or not text.get_window_extent().count_overlaps(taken):
+                break
+            text.remove()
+        taken.append(text.get_window_extent())
     ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
     ax.xaxis.set_major_formatter("{x:g}")
     layout.legend(ax)

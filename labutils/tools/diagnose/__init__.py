@@ -19,7 +19,7 @@ predicted gains on the course's own loop.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,9 +53,9 @@ class Diagnosis:
         return next((fix for fix in self.fixes if fix.name == name), None)
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
-    """Every rule's fix, the one that saves most first."""
-    fixes = [fix for rule in RULES.values() if (fix := rule(evidence)) is not None]
+def diagnose(evidence: Evidence, only: Collection[str] = RULES) -> Diagnosis:
+    """The fixes of the rules named in `only`, the one that saves most first."""
+    fixes = [fix for name in only if (fix := RULES[name](evidence)) is not None]
     fixes.sort(key=lambda fix: -fix.gain)
     return Diagnosis(evidence, tuple(fixes), together(evidence, fixes, WORTH))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from labutils.profiling.launch_queue import Plain, replay, root, steady_ms
+from labutils.profiling.launch_queue import Launch, replay, root, steady_ms
 from labutils.profiling.products import Product
 
 READ, TO_DEVICE = "read", "to device"
@@ -86,7 +86,7 @@ class Queue:
         ((ended, _),) = replay(self._queued(host), rounds=1)
         return ended / self.steps
 
-    def _queued(self, host: float) -> list[Plain]:
+    def _queued(self, host: float) -> list[Launch]:
         return [(apart + host * own, ms, waits) for apart, own, ms, waits in self._parts]
 
     @cached_property
