@@ -155,6 +155,8 @@ reading = lab.keep(Run("03", "reading", tags={"experiment": "reading"}, metrics=
 lab.show([reading], ("all_ms", "decode_ms", "resize_ms"), experiment="reading")
 
 # %% [markdown]
+# The parts are timed at other moments than the whole. On our H200 their sum is 61 ms, where the whole read took 54.
+#
 # **Takeaway.** Most of a read is inflating the PNG. It is work for one core, and takes as long at any training resolution. A
 # set stored at 512 × 512 has (512/1080)² = 0.22 of the pixels to inflate, and none to scale.
 
@@ -209,9 +211,12 @@ for workers in (0, 1, 2):
 assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w in range(13))
 
 # %% [markdown]
-# A measured time above the formula can have four causes. At two workers $r/w$ and $c$ are equal here, and a real queue of
-# uneven batches then takes longer than either. Workers slow each other down. Other programs use the same cores. Taking a ready
-# batch costs milliseconds, too. A time below it means that reading was faster than in section 1.
+# A measured time differs from the formula where reading is slower or faster than in section 1. On our H200 it was probably
+# slower. With the $r$ of 61 ms measured below, the formula gives 88, 61 and some 30 ms. Measured were 89, 60 and 32.
+#
+# A time above the formula can have four other causes. At two workers $r/w$ and $c$ are equal here, and a real queue of uneven
+# batches then takes longer than either. Workers slow each other down. Other programs use the same cores. Taking a ready batch
+# costs milliseconds, too.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.
@@ -302,15 +307,17 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 #
 # - **At no workers:** the formula passes through the point, because $r$ and $c$ come from it.
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
-# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 740 ms, and by
-#   *workers 0, again* it would end at 614. Besides, $c$ can contain what reading disturbed, such as the host's caches.
+# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms, and by
+#   *workers 0, again* it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
 # - **The best number:** compare from one worker on. Speed-ups in the table whose intervals overlap are one plateau. Choose the
-#   smallest number on it. On our H200 all from 1 to 8 overlap, so one probably does as well as eight. The wait for data says that one beats none: it fell from 315 to 17 ms.
+#   smallest number on it. On our H200 all from 1 to 8 overlap, so take one. Whether eight gain more can't be said. Round by
+#   round they took 7 % less time than one (0 to 21 %), and the noise is −9 to +8 %. One probably beats none: the wait for data
+#   fell from 268 to 17 ms.
 #
-# On our H200 the formula says 740 ms from one worker on. Measured were 706 to 597, 5 to 19 % less. The wait for data does what
-# the formula says: one worker takes it from 315 to 17 ms. The rest should stay, and fell from 740 to 617 ms with three workers.
-# On so unsteady a host that is probably noise in part. In the loop a read took 79 to 92 ms, alone 66. Lab 02 measured 91 alone:
-# hosts and minutes differ.
+# On our H200 the formula says 602 ms from one worker on. Measured were 634 to 566, from 5 % more to 6 % less. That is within
+# the noise. The wait for data does what the formula says: one worker takes it from 268 to 17 ms. The rest should stay. It was
+# 602 ms without workers and 561 with three. But without workers, *again*, it was 549, so noise alone can explain the
+# difference. In the loop a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone: hosts and minutes differ.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
 # formula. What remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on
@@ -355,8 +362,9 @@ for workers_are, persistent in {"started anew": False, "persistent": True}.items
 lab.verdict("A4.pytorch.persistent")
 
 # %% [markdown]
-# On our H200 persistent workers probably saved some 50 ms. The other 70 ms are about one read. In the article's epoch of nearly
-# three minutes, 1,221 micro-steps of 141 ms, that is nothing. In an epoch of one second it is a lot.
+# On our H200 persistent workers probably saved some 70 ms. The other 82 ms contain one read: elsewhere in this lab it took 54 to
+# 67 ms. In the article's epoch of nearly three minutes, 1,221 micro-steps of 141 ms, 70 ms are nothing. In an epoch of one
+# second they are a lot.
 #
 # Now the queue. It makes nothing faster, but evens out. Here every eighth file is slow. On average reading is fast enough:
 # 13.5 ms a batch, where computing takes 15.
@@ -517,7 +525,7 @@ lab.verdict("A1.pin.needs-both")
 
 # %% [markdown]
 # In the verdict, *this* is what non-blocking changes from pageable memory, *against* what it changes from pinned memory. From
-# pageable memory it changes little on our H200: 194 instead of 226 µs. Behind queued work three of the four copies also wait
+# pageable memory it changes little on our H200: 196 instead of 221 µs. Behind queued work three of the four copies also wait
 # for that work, nearly 7 ms. If a loop waits nowhere else, this wait costs more than the copy itself. Probably only the pinned,
 # non-blocking copy lets the host go on at once.
 #
@@ -532,8 +540,9 @@ lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
 # Two things change. The copies hold the host for less time. The wait for data falls, since a thread of the training process
-# takes batches from the workers and pins them: from 17 to 1 ms a step on our H200. That is some 3 % of the step. Whether the
-# step got shorter can't be said here: 634 and 639 ms, with a noise of 25 % and more.
+# takes batches from the workers and pins them: from 18 to 1 ms a step on our H200. That is some 3 % of the step. Whether the
+# step got shorter can't be said here. It took 579 and 581 ms. Round by round it was 7 % longer (2 to 10 %), with a noise of −9
+# to +8 %.
 #
 # **Takeaway.** Pinned *and* non-blocking probably frees the host from the copy. Find out first who copies, how large the copy's
 # share of your step is, and how long the loop waits to take a batch.
