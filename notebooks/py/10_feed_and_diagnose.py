@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 3 minutes |
-# | `full` | a GPU of 40 GB | 5 minutes |
+# | `full` | a GPU of 40 GB | 6 minutes |
 #
 # Only nvJPEG and CUDA's variables need a GPU.
 
@@ -168,7 +168,8 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which measures the machine's noise.
+# These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which measures the
+# machine's noise.
 #
 # **Takeaway.** Decoding probably costs far more than reading, and the format decides how much.
 
@@ -255,7 +256,7 @@ for r in (160, 40, 4):
 # **Measurement.** Stable Diffusion, encoders included, fed from each form; without workers, and with some.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On our H100 a step
-# waits 58 ms for each of four PNGs, and $c$ is 131 ms.
+# waits 59.5 ms for each of four PNGs, and $c$ is 162 ms.
 
 # %%
 my_map: float | None = None  # for example 50
@@ -309,12 +310,13 @@ with lab.attempt("the law's picture"):
 # Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. A bar spans the 10th to
 # the 90th percentile. The points without workers lie near their line, so $c$ is probably the same for all. Left of a line's
 # bend the step takes $c$, and work on the data path gains nothing. Right of it the step waits. The line of 4 workers bends at
-# $r = 4c$, on our H100 at 524 ms. All its points lie left of that, and 6 to 12 ms above the line. The lines know your number of
-# cores: on two, workers and training compete.
+# $r = 4c$, on our H100 at 649 ms. Both its points lie left of that, 9 and 11 ms above the line. The line runs through both
+# bars, so that may be noise. The lines know your number of cores: on two, workers and training compete.
 #
-# A PNG decodes in 39 ms, and the loop waits 58 for it. A JPEG decodes in 5, and the loop waits 24. The other 19 ms are resizing
-# and conversion. The map saves these, too. PNG was measured twice: the two differ by −1 to +8 % on our H100. That is more than
-# 3 %, an unsteady machine, and no time decides anything. The map's step is 63 % shorter, so it is probably faster.
+# A PNG decodes in 39.7 ms, and the loop waits 59.5 for it. A JPEG decodes in 5.4, and the loop waits 25.3. The other 20 ms are
+# resizing and conversion. The map saves these, too. PNG was measured twice: the two differ by −4 to +22 % on our H100. That is
+# more than 3 %, an unsteady machine, and no time decides anything. The map's step is 55 % shorter, so it is probably faster.
+# On two other H100s $c$ was 130 and 131 ms, so measure your own.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
@@ -368,9 +370,9 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# On our H100s' hosts eight processes resized some 77 images a second with 16 threads each, and some 650 with one each. They
-# were measured once, so the noise is that of section 3's base. It is above 3 %, and the verdict is *inconclusive*. An effect of
-# eight times is probably real.
+# On our H100s' hosts eight processes resized 76 to 78 images a second with 16 threads each, and 562 to 668 with one each. They
+# were measured once a run, so the noise is that of section 3's base. It is above 3 %, and the verdict is *inconclusive*. An
+# effect of seven times is probably real.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
@@ -404,7 +406,7 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
-# Blocking launches took 806 ms a step on our H100, and overlapping ones 488. That, too, is only probable.
+# Blocking launches took 922 ms a step on our H100, and overlapping ones 646. That, too, is only probable.
 #
 # **Takeaway.** Where several processes share a machine, limit each one's threads. Unset `CUDA_LAUNCH_BLOCKING` before you
 # measure anything.
@@ -487,8 +489,8 @@ lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
-# On our H100 the diagnosis promised a step of 6 ms. It took 10. The share looks right, and the step was predicted some 40 % too
-# short. So judge a prediction by the step that remains.
+# On our H100 the diagnosis promised a step of 6.5 ms. It took 11. The share looks right, and the step was predicted some 40 %
+# too short. So judge a prediction by the step that remains.
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix alone,
 # by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
@@ -508,11 +510,12 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 
 # %% [markdown]
 # *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
-# one: at −26 % capturing promised too much. The order was right all the same. For *padding* the unit is time per useful token,
-# since the step itself changes size. A negative gain is a loss. One of Qwen3's rounds in fp32 lost 43 % on our H200. Three
-# rounds don't say why, so that row tells little. Gains don't add up: what one fix has saved, the next can't save again. Article
-# A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell
-# where time goes, and not what a change would save.
+# one: on our H100 capturing promised too much, at −20 %. Capturing and batch size saved most, as predicted. Workers saved 31 %
+# there and caching 27 %, where the prediction had caching first. Caching's rounds went from 24 to 45 %, so the order of these
+# two can't be said. For *padding* the unit is time per useful token, since the step itself changes size. A negative gain is a
+# loss. One of Qwen3's rounds in fp32 lost 43 % on our H200. Three rounds don't say why, so that row tells little. Gains don't
+# add up: what one fix has saved, the next can't save again. Article A4 names other tools for such a look: Nsight Systems
+# (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and not what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 
