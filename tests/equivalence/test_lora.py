@@ -12,13 +12,7 @@ from peft.utils import get_peft_model_state_dict
 from recipes_at_work import adapter_state
 from torch import nn
 
-from labutils.layers.lora import (
-    KINDS,
-    attach_lora,
-    count_trainable,
-    lora_layers,
-    matching_layers,
-)
+from labutils.layers.lora import KINDS, attach_lora, count_trainable, lora_layers, matching_layers
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -171,11 +165,7 @@ def test_targets_match_as_in_peft(targets, matched):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"targets": ("to_q",)}, "down, up"),
-        ({"rank": 0}, "rank=0"),
-    ],
+    ("change", "message"), [({"targets": ("to_q",)}, "down, up"), ({"rank": 0}, "rank=0")]
 )
 def test_what_cant_be_attached_is_said(change, message):
     model = make_net()

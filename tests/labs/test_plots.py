@@ -90,6 +90,18 @@ def test_a_ladder_shows_what_each_rung_is_worth(ax):
     assert_tidy(ax)
 
 
+def test_names_of_a_frontier_cover_no_point_and_no_other_name(ax):
+    places = {"unsloth, packed": (7.5, 10100), "4 bits, compiled, checkpointed": (9, 10900)}
+    places |= {"packed": (47.7, 10300), "packed, 4 bits": (37.4, 9000), "lora": (101, 4900)}
+    metrics = ("peak_allocated_gb", "useful_tokens_per_s")
+    runs = [Run("07", n, metrics=dict(zip(metrics, at, strict=True))) for n, at in places.items()]
+    plots.frontier(ax, runs, lambda run: run.run)
+    assert_tidy(ax)
+    points = ax.transData.transform([*places.values()])
+    boxes = [text.get_window_extent() for text in ax.texts]
+    assert not any(box.contains(*point) for box in boxes for point in points)
+
+
 def test_what_is_short_can_be_seen_in_a_timeline(ax):
     plots.timeline(ax, {"host": [(0.0, 900.0, "data"), (900.0, 0.1, "log"), (901.0, 99.0, "clip")]})
     assert ax.get_xlim() == (0, 1000) and {"data", "log", "clip", "host"} <= set(texts(ax))
