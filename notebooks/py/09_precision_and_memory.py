@@ -202,8 +202,8 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the floor fell to a fifteenth, and the step probably to a fifth. The host probably sets the pace now: section 3
-# looks at that. Lab 04 has the cure.
+# On the H200 the floor fell to a fifteenth, and the step probably to between a fifth and a quarter. The host probably sets the
+# pace now: section 3 looks at that. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
 
@@ -279,7 +279,7 @@ lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
 # *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB: the difference of 48 GB is workspaces.
-# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.2 GB with TF32. Peaks
+# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. Peaks
 # fall at different moments: here probably at 10 GB of tensors. FP16 saves 83 % against the one peak and 34 % against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
@@ -364,13 +364,14 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Accumulation hints at who sets the pace. On the H200 one example takes 107 ms, eight together 112, on an unsteady machine.
-# Probably the host decides: it launches as many kernels for one example as for eight. Checkpointing probably cost more than the
-# arithmetic's 50 %, as the host has to launch the forward pass again. Accumulation launches everything eight times.
+# Accumulation hints at who sets the pace. On the H200 one example takes 121 ms, eight together 124, on an unsteady machine.
+# Probably the host decides: it launches as many kernels for one example as for eight. Accumulation launches everything eight
+# times, checkpointing the forward pass twice. Checkpointing's interval is 52 to 117 %, and *base again* differs from *base* by
+# up to 15 %. Whether it cost more than the arithmetic's 50 % can't be said.
 #
-# *Selective* checkpointing keeps the results of products, so it computes less a second time. It was slower all the same. The
-# likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its result. A
-# trace as in lab 02 tests that.
+# *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the
+# same. The likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its
+# result. A trace as in lab 02 tests that.
 #
 # **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs
 # far more time.
@@ -417,9 +418,10 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# First look at *base again*: on the H200 it reaches 13 %. Noise goes both ways, so an interval within 13 % either way says
-# nothing. The four range from −5 to +12 %: none surely pays. The 12 switches in the record include *base again*. A table of
-# ours without that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a thousandth of the weights.
+# First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
+# changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or costs
+# can't be said. A table of ours without that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a
+# thousandth of the weights.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
@@ -549,7 +551,7 @@ lab.verdict("A3.qlora.states-small")
 # each word, in three float32 copies. Checkpointing can't shrink them. Lab 07's chunked loss can.
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the
-# picture are its list of allocations, about 0.02 GB lower. The counter covers workspaces, too: at `tiny` it is mostly those.
+# picture are its list of allocations, up to 0.02 GB lower. The counter covers workspaces, too: at `tiny` it is mostly those.
 # The next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size.
 
 # %%
