@@ -420,8 +420,8 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # %% [markdown]
 # First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
 # changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or costs
-# can't be said. A table of ours without that row gave fused AdamW −34 % and 8-bit AdamW −30 %, although both update only a
-# thousandth of the weights.
+# can't be said. The two forms of AdamW can gain little: they update a thousandth of the weights. A table without *base again*
+# would not show that its differences are noise.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
