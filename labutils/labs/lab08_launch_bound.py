@@ -44,7 +44,7 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-LIGHT_STEPS, LIGHT_MS = 2, 200
+LIGHT_STEPS, LIGHT_MS = 3, 200
 """A reading of the light step has at least so many steps, and lasts at least so long."""
 SLOWED_STEPS = 2
 SHOWN_FROM, SHOWN_MS = 0.3, 2.0

@@ -28,7 +28,7 @@ class Queued(NamedTuple):
 
 
 Launch = tuple[float, float, bool]
-"""A `Queued` without names: a search makes millions of them, in a tenth of the time."""
+"""A `Queued` without names: a search makes millions of them, in a quarter of the time."""
 
 
 def replay(launches: Sequence[Launch], rounds: int = 2) -> list[tuple[float, float]]:

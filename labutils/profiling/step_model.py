@@ -187,7 +187,7 @@ class Host:
 
 def replayed_ms(program: Program, host: Host) -> float:
     """Milliseconds a step when the queue is gone through in order, once it is filled."""
-    host_ms = {phase: host.of(phase) for phase in {piece[0] for piece in program.pieces}}
+    host_ms = {phase: host.of(phase) for phase, _, _ in program.pieces}
     queue = [(host_ms[phase], ms, waits) for phase, ms, waits in program.pieces]
     return steady_ms(queue) / program.steps
 

@@ -1,14 +1,15 @@
 """Predicted gains against measured ones, on the course's own loop, one fix at a time.
 
-    run = ablations(open_workload("sd15-lora"), STOCK)
+    run = ablations(open_workload("sd15-lora"), STOCK, only=["workers", "caching"])
     run.metrics["each"]["workers"]      predicted and measured gain, round by round
 
 A start recipe is timed, traced, and diagnosed. Only then are the recipes with one fix each built
 and timed, interleaved with the start in one process. A gain is the median over rounds of what the
 fix saves against the start of the same round. So neither a drift of the machine nor a round that
 meets something for the first time decides it. What is predicted for these rounds comes from the
-start as it was in them, by the same trace: the first steps of all read their files for the first
-time, on a host that may have been slower or faster.
+start's times in them: the first steps of all read their files for the first time, on a host that
+may have been slower or faster. The trace is the first minute's, and so is what fetching takes where
+the loader waits for the device.
 
 Where batches differ in length, recipes are timed and traced on the same few batches. How much of
 the tokens is padding is an epoch's, for a few batches may have twice as much.
@@ -48,9 +49,9 @@ PER = {"step": "", "useful token": " a useful token", "example": " an example"}
 def ablations(
     workload: Workload,
     start: Recipe,
+    only: Collection[str],
     steps: int = 5,
     rounds: int | None = None,
-    only: Collection[str] = (),
 ) -> Run:
     """Diagnose `start` on `workload`, then measure the fixes named in `only` against it, all side
     by side with it, each with a model and its activations.
@@ -62,12 +63,10 @@ def ablations(
         run = bench.compare({START: start}, max(steps, TRACED), rounds=1)[START]
         if not run.ok:
             raise RuntimeError(f"The start can't be trained here: {run.status}.")
-        idle_ms = _from_idle_ms(bench)
-        traced = TRACED if bench.same_batches else 1
+        idle = _from_idle_ms(bench)
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
-            trace = bench.profile(START, Path(folder), traced, with_shapes=True)
-        evidence = _evidence(bench, with_epoch_rate(run, workload), idle_ms, trace)
-        fixes = diagnose(evidence, only).fixes
+            trace = bench.profile(START, Path(folder), TRACED, with_shapes=True)
+        fixes = diagnose(_evidence(bench, with_epoch_rate(run, workload), idle, trace), only).fixes
         asked = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
         recipes, why = recipes_of(start, asked, workload.device.type)
         runs = bench.compare({START: start} | recipes, steps, rounds) if recipes else {}
@@ -125,9 +124,9 @@ def _evidence(bench: Benchmark, run: Run, idle_ms: list[float], trace: Trace) ->
 
 
 def _from_idle_ms(bench: Benchmark) -> list[float]:
-    """Milliseconds until the host has given the start's work to an idle GPU, of three steps."""
+    """Milliseconds until the host has given a step of the start to an idle GPU, three times."""
     times: list[float] = []
-    while bench.workload.device.type == "cuda" and len(times) < 3:
+    for _ in range(3 if bench.workload.device.type == "cuda" else 0):
         cuda.synchronize()
         began = time.perf_counter()
         bench.candidates[START].trainer.step()

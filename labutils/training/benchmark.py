@@ -100,8 +100,8 @@ def timed(trainer: Trainer, steps: int, times: StepTimes) -> Iterator[None]:
 def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
     """Optimizer steps that must pass untimed after a pause, or after the data was taken back.
 
-    In the first one the loader starts, and the host gets ahead of the GPU. The next ones get
-    batches that its workers made ready in the meantime. ranks: the processes that share a step.
+    In the first one the loader starts. The next ones get batches that its workers made ready in the
+    meantime, or began while nothing was waited for. ranks: the processes that share a step.
     """
     taken = max(1, recipe.accumulation // ranks)
     return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)
@@ -321,7 +321,8 @@ class Candidate:
         """
         on_cpu = self.trainer.workload.device.type == "cpu"
         rise = 0 if on_cpu or self.step_ms > LONG_MS else math.ceil(SETTLE_MS / self.step_ms)
-        return max(self.steps_to_drain - 1, rise)  # the loader runs: no step starts it
+        drain = self.steps_to_drain if self.trainer.recipe.num_workers else 0
+        return max(drain, rise)
 
     def settle(self) -> None:
         measure(self.trainer, self.steps_to_settle)

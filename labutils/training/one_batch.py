@@ -43,7 +43,7 @@ class OnOneBatch:
         return times.step_ms
 
     def warm_up(self, steps: int) -> int:
-        """How many steps, `steps` or more, take `TIMED_MS`, after it has passed once."""
+        """How many steps, `steps` or more, take `TIMED_MS`, after warming up for as long."""
         some_ms = min(self.timed(3)[1:])  # the first may compile
         enough = math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms)
         self.timed(enough)

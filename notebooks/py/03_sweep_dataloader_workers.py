@@ -231,7 +231,8 @@ lab.table(
 
 # %% [markdown]
 # The formula is fitted to two of these times. It gives the others within 5 %, except at eight workers. At one worker $r/w$ and
-# $c$ are nearly equal, as above. Nothing in the formula rises to the right: what slows down eight workers is not in it.
+# $c$ are nearly equal, as above. By the formula two workers are enough for the article; its third gained 3 ms. Nothing in the
+# formula rises to the right: it can't explain eight.
 #
 # And this machine? A few steps of the real loop without workers give both numbers: the host's wait for data is $r$, the rest
 # is $c$.
@@ -260,13 +261,13 @@ lab.predict("speed-up with three workers", my_speedup, "x")
 #
 # **Question.** Does the real loop follow the formula?
 #
-# **Measurement.** The course's loop (`labutils/training/step.py`) with its own DataLoader (`labutils/data/loader.py`) takes
-# each number of workers in turn, in every round. A round gives one ratio, and the speed-up is the median of these ratios. So it
-# can differ from the quotient of two times in the table. While one number of workers is timed, the others' workers fill their
-# queues. These batches are used up untimed, since they cost the loop no reading. Three quarters of the article's gain confirm a
-# number. Zero workers come twice in a round: what the two differ by is noise. Where the interval of that noise reaches beyond
-# ±3 %, the table says *unsteady machine*. Then no verdict is drawn from a time, however clear a speed-up looks. That noise also
-# counts for the times of sections 4 and 6, which are taken by hand on the same machine.
+# **Measurement.** A step is now four micro-batches. The course's loop (`labutils/training/step.py`) takes each number of
+# workers in turn, in every round. A round gives one ratio, and the speed-up is the median of these ratios. So it can differ
+# from the quotient of two times in the table. The workers that wait their turn fill their queues. Those batches are taken
+# before the clock starts. The verdict says which ratio it asks for. Zero workers come twice in a round: the difference between
+# the two is noise. Where the interval of that noise reaches beyond ±3 %, the table says *unsteady machine*. Then no verdict is
+# drawn from a time, however clear a speed-up looks. That noise also counts for the times of sections 4 and 6, which are taken
+# by hand on the same machine.
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
@@ -277,8 +278,8 @@ swept = [runs[f"workers={n}"] for n in WORKERS] + [runs["workers=0 again"]]
 lab.show(swept, ("step_ms", "speed-up", "data_ms"), experiment="workers")
 
 # %% [markdown]
-# The picture has $r$ and $c$ of the same rounds: another minute's host may be slower. The article's curve is scaled to start
-# where yours does.
+# The picture has $r$ and $c$ of the same rounds: the host's speed changes from minute to minute. A bar spans the 10th to the
+# 90th percentile. The article's curve is scaled to start where yours does.
 
 # %%
 alone = runs["workers=0"]
@@ -307,21 +308,19 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 #
 # - **At no workers:** the formula passes through the point, because $r$ and $c$ come from it.
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
-# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms, and by
-#   *workers 0, again* it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
+# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms. Drawn from *workers 0, again*, it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
 # - **The best number:** compare from one worker on. Speed-ups in the table whose intervals overlap are one plateau. Choose the
-#   smallest number on it. On our H200 all from 1 to 8 overlap, so take one. Whether eight gain more can't be said. Round by
-#   round they took 7 % less time than one (0 to 21 %), and the noise is −9 to +8 %. One probably beats none: the wait for data
+#   smallest number on it. On our H200 all from 1 to 8 overlap, so take one. Whether eight gain more can't be said. The median of the rounds' ratios says 7 % less time than one, with an interval of 0 to 21 %. In one round eight took 20 % more. The noise is −9 to +8 %. One probably beats none: the wait for data
 #   fell from 268 to 17 ms.
 #
 # On our H200 the formula says 602 ms from one worker on. Measured were 634 to 566, from 5 % more to 6 % less. That is within
-# the noise. The wait for data does what the formula says: one worker takes it from 268 to 17 ms. The rest should stay. It was
-# 602 ms without workers and 561 with three. But without workers, *again*, it was 549, so noise alone can explain the
-# difference. In the loop a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone: hosts and minutes differ.
+# the noise. The wait for data probably follows the formula: one worker takes it from 268 to 17 ms. The rest of the step should
+# stay the same. It was 602 ms without workers and 561 with three. But without workers, *again*, it was 549, so noise alone can
+# explain the difference. In the loop a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone: hosts and minutes differ.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
-# formula. What remains is a host that launches kernels: lab 04's subject. Hosts differ: the stock step took 777 to 1,450 ms on
-# the same kind of GPU. $r$ and $c$ both belong to the host: measure both on yours.
+# formula. What remains is $c$. Lab 04 looks at what it consists of. Hosts differ: the stock step took 777 to 1,450 ms on the
+# same kind of GPU. $r$ and $c$ both belong to the host: measure both on yours.
 #
 # **Takeaway.** Take the fewest workers with $r/w \le c$. On our H200 one probably removes nearly all of the wait. What is left
 # to gain lies in $c$.
@@ -393,7 +392,7 @@ for prefetch in (1, 2, 8):
 
 # %% [markdown]
 # Eight batches bridge one slow read of 80 ms, two don't. What is left beyond the computing is probably the worker's start and
-# end. The images of this lab all take the same time: there is nothing to even out.
+# end. The files of this lab are alike, so a deeper queue has little to even out.
 #
 # **Takeaway.** Persistent workers are for short epochs, a deep queue for uneven reads. Each batch of depth takes shared memory.
 
@@ -451,8 +450,8 @@ lab.verdict("A1.workers.shm", "A1.workers.shm-cure")
 # | fewer workers, or a smaller `prefetch_factor` | anywhere |
 # | `DataLoader(timeout=60)` | turns the waiting into an error |
 #
-# **Takeaway.** Multiply before a run: workers × prefetch factor × bytes of a batch. If training stands still with an idle GPU,
-# look for `shared memory` in its output.
+# **Takeaway.** Work it out before a run: (workers × prefetch factor + 1) × bytes of a batch. If training stands still with an
+# idle GPU, look for `shared memory` in its output.
 
 # %% [markdown]
 # ## 6 · Copies that don't wait
@@ -539,10 +538,10 @@ with lab.attempt("Pinned memory in the loop"):
 lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
-# Two things change. The copies hold the host for less time. The wait for data falls, since a thread of the training process
-# takes batches from the workers and pins them: from 18 to 1 ms a step on our H200. That is some 3 % of the step. Whether the
-# step got shorter can't be said here. It took 579 and 581 ms. Round by round it was 7 % longer (2 to 10 %), with a noise of −9
-# to +8 %.
+# Two things probably change. The copies hold the host for less time. The wait for data falls, since a thread of the training
+# process takes batches from the workers and pins them: from 18 to 1 ms a step on our H200. That is some 3 % of the step.
+# Whether the step got shorter can't be said here. It took 579 and 581 ms. Round by round it was 7 % longer (2 to 10 %), with a
+# noise of −9 to +8 %.
 #
 # **Takeaway.** Pinned *and* non-blocking probably frees the host from the copy. Find out first who copies, how large the copy's
 # share of your step is, and how long the loop waits to take a batch.

@@ -108,10 +108,10 @@ flips = Runs(runs.values()).select(experiment="toggles")
 #
 # **Question.** FP16 halves the bytes and uses tensor cores. What does it do to the gradient?
 #
-# **Technique.** `autocast` runs products and convolutions in 16 bits, and keeps norms and long sums in float32. FP16's
-# smallest number is 6e-8, and a gradient below half of it becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by
-# a large factor before the backward pass, and divides the gradients by it before the update. If one has overflowed, it skips
-# the update and halves the factor. This is article A4's loop in today's spelling.
+# **Technique.** `autocast` runs products and convolutions in 16 bits, and keeps norms and long sums in float32. FP16's smallest
+# number is 6e-8, and a gradient below half of it becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by a large
+# factor before the backward pass, and divides the gradients by it before the update. If a gradient has overflowed, the scaler
+# skips the update and halves the factor. This is article A4's loop, written for today's PyTorch.
 
 # %%
 torch.manual_seed(0)
@@ -173,8 +173,8 @@ my_error: float | None = None  # for example 1
 lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %% [markdown]
-# **Measurement.** One batch through the real UNet in each form, the same weights and noise. *Throughout* goes without
-# autocast: norms, sums and adapters are in 16 bits, too.
+# **Measurement.** One batch through the real UNet in each form, the same weights and noise. *Throughout* has no autocast:
+# norms, sums and adapters are in 16 bits, too.
 
 # %%
 numbers = lab.keep(numerical_effects(unet))
@@ -184,9 +184,10 @@ lab.show(numbers, columns, experiment="numbers")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 
 # %% [markdown]
-# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. The 15 % between autocast and
-# *throughout* prove little: one batch, and two loss factors. Weights are random here: a trained model's gradients have another
-# size, and another share underflows.
+# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer
+# to float32's than *throughout*'s. That is one batch with two loss factors: don't rely on it for another model. The verdict's
+# arrow goes from *scaled* to *not scaled*. Weights are random here: a trained model's gradients have another size, and another
+# share underflows.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
 # CPU it is scored against the H200.
@@ -202,15 +203,16 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the floor fell to a fifteenth, and the step probably to between a fifth and a quarter. The host probably sets the
-# pace now: section 3 looks at that. Lab 04 has the cure.
+# On the H200 the floor fell to a fifteenth, and the step probably to a fifth or a quarter. The host probably sets the pace now:
+# section 3 looks at that. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
 #
-# **Question.** Tensor cores can take float32, rounded to **TF32**. Which switch does that, and what else changes?
+# **Question.** Tensor cores can multiply float32 numbers if these are rounded to **TF32** first. Which switch does that, and
+# what else changes?
 #
 # **Technique.** TF32 keeps float32's range and 10 bits of mantissa. There are two switches. PyTorch's defaults differ: matrix
 # products don't use TF32, convolutions do.
@@ -234,11 +236,11 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 
 # %% [markdown]
 # `torch.backends.cudnn.conv.fp32_precision` is the other switch. It also decides which *algorithms* cuDNN may use. Some of them
-# rearrange or transform inputs and filters first, and need room for the result: a *workspace*. It is no tensor, so no list of
-# tensors shows it, and PyTorch sets it no limit: it takes the first algorithm that cuDNN suggests and that runs ([issue
-# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures it for five convolutions of the UNet, frozen as
-# they are there. It also names the longest kernel. *fft*
-# and *cf32*, complex numbers, stand for a Fourier transform.
+# rearrange or transform inputs and filters first, and need room for the result: a *workspace*. A workspace is no tensor, so no
+# list of tensors shows it. PyTorch doesn't limit it. It takes the first algorithm on cuDNN's list that runs ([issue
+# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of the UNet's convolutions.
+# Their weights are frozen, as in the UNet. It also names the longest kernel. *fft* in a name means a Fourier transform. *cf32*
+# means complex numbers, which it works on.
 
 
 # %%
@@ -279,8 +281,10 @@ lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
 # *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB: the difference of 48 GB is workspaces.
-# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. Peaks
-# fall at different moments: here probably at 10 GB of tensors. FP16 saves 83 % against the one peak and 34 % against the other.
+# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. The
+# two peaks probably come at different moments. At the 55.7 GB some 10 GB of tensors were held, together 65.9. With TF32 the
+# peak comes when more tensors are held. Where the table says 0.00, cuDNN chose an algorithm without a workspace. FP16 saves 83
+# % against the one peak and 34 % against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -364,10 +368,10 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Accumulation hints at who sets the pace. On the H200 one example takes 121 ms, eight together 124, on an unsteady machine.
-# Probably the host decides: it launches as many kernels for one example as for eight. Accumulation launches everything eight
-# times, checkpointing the forward pass twice. Checkpointing's interval is 52 to 117 %, and *base again* differs from *base* by
-# up to 15 %. Whether it cost more than the arithmetic's 50 % can't be said.
+# Accumulation shows what probably sets the pace. On the H200 one example takes 121 ms, eight together 124, on an unsteady
+# machine. Probably the host decides: it launches as many kernels for one example as for eight. Accumulation launches everything
+# eight times, checkpointing the forward pass twice. Checkpointing's interval is 52 to 117 %, and *base again* differs from
+# *base* by up to 15 %. Whether it cost more than the arithmetic's 50 % can't be said.
 #
 # *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the
 # same. The likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its
@@ -381,9 +385,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 #
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
-# **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. One with moments in 8 bits
-# (bitsandbytes) may be a little off. PyTorch caches one algorithm for each shape and TF32 setting. So *cudnn.benchmark* also
-# permits TF32, which FP16 ignores: this forces a new choice.
+# **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. bitsandbytes' AdamW keeps its
+# moments in 8 bits. Its result may differ a little. PyTorch remembers one algorithm for each shape and TF32 setting. To make it
+# choose anew, the row *cudnn.benchmark* also permits TF32. FP16 doesn't use TF32, so nothing else changes.
 
 # %%
 import bitsandbytes as bnb

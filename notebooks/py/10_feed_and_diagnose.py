@@ -176,7 +176,7 @@ lab.show(decodes, columns, experiment="decode")
 # %% [markdown]
 # ## 2 · Page cache and memory map
 #
-# **Question.** How much of that time would a faster disk save? And how do you keep pictures so that nothing is decoded?
+# **Question.** How much of section 1's time would a faster disk save? And how do you keep pictures so that nothing is decoded?
 #
 # **Technique.** A file that was read once stays in the *page cache*, memory of the operating system. `posix_fadvise` asks it to
 # forget. The difference between a forgotten file and a cached one is all that a faster disk can save.
@@ -199,11 +199,11 @@ with lab.attempt("forgetting files"):
 
 # %% [markdown]
 # Some disks keep a cache of their own, and some systems decline to forget. The article's advice is about slow storage, a
-# network's for example. To test yours, put `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up
-# cell's line `files, side = …`, and run on from there.
+# network's for example. To test yours, put `from pathlib import Path` and `by_form["PNG"] =
+# sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`, and run on from there.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. Its pages are in the
-# page cache, so all workers share one copy, and a dataset larger than memory goes as well.
+# page cache, so all workers share one copy, and a dataset larger than memory works, too.
 
 # %%
 shape = (len(files), side, side, 3)
@@ -239,9 +239,9 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 #
 # **Question.** When does a faster decoder, a cache or another worker shorten the step?
 #
-# **Technique.** Lab 03's law. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes $r + c$,
-# with $w$ workers $\max(c, r / w)$, as long as there are cores for them. A faster decoder and a cache lower $r$. Another worker
-# raises $w$. None gets a step below $c$.
+# **Technique.** Lab 03's formula. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes $r +
+# c$, with $w$ workers $\max(c, r / w)$, as long as there are cores for them. A faster decoder and a cache lower $r$. Another
+# worker raises $w$. Nothing here makes a step shorter than $c$.
 
 
 # %%
@@ -253,7 +253,7 @@ for r in (160, 40, 4):
     print(f"r = {r}, c = 100: {[step_ms(r, 100, workers) for workers in (0, 1, 2, 4)]} ms")
 
 # %% [markdown]
-# **Measurement.** Stable Diffusion, encoders included, fed from each form; without workers, and with some.
+# **Measurement.** Stable Diffusion, with its encoders, reads each form in turn: without workers, and then with several.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On our H100 a step
 # waits 59.5 ms for each of four PNGs, and $c$ is 162 ms.
@@ -310,13 +310,15 @@ with lab.attempt("the law's picture"):
 # Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. A bar spans the 10th to
 # the 90th percentile. The points without workers lie near their line, so $c$ is probably the same for all. Left of a line's
 # bend the step takes $c$, and work on the data path gains nothing. Right of it the step waits. The line of 4 workers bends at
-# $r = 4c$, on our H100 at 649 ms. Both its points lie left of that, 9 and 11 ms above the line. The line runs through both
-# bars, so that may be noise. The lines know your number of cores: on two, workers and training compete.
+# $r = 4c$, on our H100 at 649 ms, outside the picture. Both its points lie left of that, 9 and 11 ms above the line. The line
+# runs through both bars, so that may be noise. The lines know your number of cores: on two, workers and training compete.
 #
 # A PNG decodes in 39.7 ms, and the loop waits 59.5 for it. A JPEG decodes in 5.4, and the loop waits 25.3. The other 20 ms are
 # resizing and conversion. The map saves these, too. PNG was measured twice: the two differ by −4 to +22 % on our H100. That is
-# more than 3 %, an unsteady machine, and no time decides anything. The map's step is 55 % shorter, so it is probably faster.
-# On two other H100s $c$ was 130 and 131 ms, so measure your own.
+# more than 3 %, an unsteady machine, and no time decides anything. By the formula the map's step is 58 % shorter, $1 - (162 +
+# 6) / (162 + 238)$. Measured were 55 % by the two times, so the map is probably faster. The GPU decoded a JPEG in 0.7 ms, a
+# core in 5.4: probably faster, too. It gains nothing where workers already keep $r / w$ below $c$. On two other H100s $c$ was
+# 130 and 131 ms, so measure your own.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
@@ -489,8 +491,10 @@ lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
-# On our H100 the diagnosis promised a step of 6.5 ms. It took 11. The share looks right, and the step was predicted some 40 %
-# too short. So judge a prediction by the step that remains.
+# On our H100 the diagnosis promised a step of 6.5 ms. It took 11 to 12. But the script's clock stops after its workers have
+# ended, and that is part of the 11. Without workers the steps took 94 to 114 ms, an unsteady machine. The share looks right.
+# Whether the step that remains was predicted too short can't be said. That step is what you should compare: a share of 89 %
+# hides it.
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix alone,
 # by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
@@ -510,12 +514,13 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 
 # %% [markdown]
 # *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
-# one: on our H100 capturing promised too much, at −20 %. Capturing and batch size saved most, as predicted. Workers saved 31 %
-# there and caching 27 %, where the prediction had caching first. Caching's rounds went from 24 to 45 %, so the order of these
-# two can't be said. For *padding* the unit is time per useful token, since the step itself changes size. A negative gain is a
-# loss. One of Qwen3's rounds in fp32 lost 43 % on our H200. Three rounds don't say why, so that row tells little. Gains don't
-# add up: what one fix has saved, the next can't save again. Article A4 names other tools for such a look: Nsight Systems
-# (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and not what a change would save.
+# one: on our H100 capturing probably promised too much, at −20 %. Capturing and batch size probably saved most, as predicted.
+# In the first table workers saved 31 % and caching 27 %, where the prediction had caching first. Caching's rounds went from 24
+# to 45 %, so the order of these two can't be said. For *padding* the unit is time per useful token, since the step itself
+# changes size. A negative gain is a loss. *checkpointing=off* turns checkpointing off. One of Qwen3's rounds in fp32 lost 43 %
+# on our H200. Three rounds don't say why, so that row tells little. Gains don't add up: what one fix has saved, the next can't
+# save again. Article A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and
+# `iostat`. They tell where time goes, and not what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

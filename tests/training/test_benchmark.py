@@ -56,8 +56,8 @@ def test_a_run_holds_what_was_measured(workload, tmp_path):
     assert run.metrics["tflops"] == pytest.approx(work.flops / step_ms["median"] / 1e9)
     floor = max(work.flops / 1e12, work.bytes / 100e9) * 1e3
     assert run.metrics["floor_ms"] == pytest.approx(floor)
-    # The first step, one of warming up, one for what the worker held ready, and four timed.
-    assert len(run.metrics["loss"]) == 1 + 1 + 1 + 4
+    # The first step, one of warming up, two for what the worker held ready, and four timed.
+    assert len(run.metrics["loss"]) == 1 + 1 + 2 + 4
     assert run.metrics["encode_s"] > 0  # the price of a cached recipe's shorter steps
     assert not {"mfu", "peak_allocated_gb", "ranks"} & run.metrics.keys()  # absent, never 0
     Results(tmp_path).append(run)  # refuses NaN

@@ -169,6 +169,10 @@ def frontier(ax: Axes, runs: Iterable[Run], kind: Callable[[Run], str]) -> Axes:
         ax.plot(x, y, mark, label=name)
     ax.set(ylim=(0, None), xlabel=heading(metrics[0]), ylabel=heading(metrics[1]))
     ax.set_xscale("log", subs=())
+    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    ax.xaxis.set_major_formatter("{x:g}")
+    layout.legend(ax)
+    ax.figure.draw_without_rendering()  # places are known from here on
     every = sorted(point for points in by_kind.values() for point in points)
     taken = [Bbox.from_bounds(*ax.transData.transform((x, y)) - 7, 14, 14) for x, y, _ in every]
     for x, y, name in every:
@@ -178,9 +182,6 @@ def frontier(ax: Axes, runs: Iterable[Run], kind: Callable[[Run], str]) -> Axes:
                 break
             text.remove()
         taken.append(text.get_window_extent())
-    ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
-    ax.xaxis.set_major_formatter("{x:g}")
-    layout.legend(ax)
     return ax
 
 

@@ -91,7 +91,8 @@ class Queue:
 
     @cached_property
     def _parts(self) -> list[tuple[float, float, float, bool]]:
-        """Read once: a search replays ten thousands of pieces many times."""
+        """Of each piece: what the host waits for or writes, its own milliseconds, the device's, and
+        whether it then waits. Read once, as a search replays them many times."""
         pieces, turns = self.pieces, self.takes_turns
         return [(p.data_ms + p.log_ms, p.host_ms, p.ms, turns or p.waits != "") for p in pieces]
 
