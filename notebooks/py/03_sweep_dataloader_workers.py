@@ -308,10 +308,12 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 #
 # - **At no workers:** the formula passes through the point, because $r$ and $c$ come from it.
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
-# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms. Drawn from *workers 0, again*, it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
-# - **The best number:** compare from one worker on. Speed-ups in the table whose intervals overlap are one plateau. Choose the
-#   smallest number on it. On our H200 all from 1 to 8 overlap, so take one. Whether eight gain more can't be said. The median of the rounds' ratios says 7 % less time than one, with an interval of 0 to 21 %. In one round eight took 20 % more. The noise is −9 to +8 %. One probably beats none: the wait for data
-#   fell from 268 to 17 ms.
+# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms. Drawn
+#   from *workers 0, again*, it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
+# - **The best number:** compare from one worker on. Speed-ups in the table whose intervals overlap are one plateau. Choose
+#   the smallest number on it. On our H200 all from 1 to 8 overlap, so take one. Whether eight gain more can't be said. The
+#   median of the rounds' ratios says 7 % less time than one, with an interval of 0 to 21 %. In one round eight took 20 %
+#   more. The noise is −9 to +8 %. One probably beats none: the wait for data fell from 268 to 17 ms.
 #
 # On our H200 the formula says 602 ms from one worker on. Measured were 634 to 566, from 5 % more to 6 % less. That is within
 # the noise. The wait for data probably follows the formula: one worker takes it from 268 to 17 ms. The rest of the step should
@@ -633,7 +635,8 @@ print(faster_than(4, transformed, reordered, an_image, times=2))
 # %% [markdown]
 # ## What to read on
 # - PyTorch: [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html), on workers, prefetching and pinned memory.
-# - PyTorch: *[A guide on good usage of `non_blocking` and `pin_memory()`](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html)*.
+# - PyTorch: *[A guide on good usage of `non_blocking` and
+#   `pin_memory()`](https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html)*.
 # - J. Mohan and others: *Analyzing and Mitigating Data Stalls in DNN Training*, PVLDB 14(5), 2021
 #   ([arXiv:2007.06775](https://arxiv.org/abs/2007.06775)).
 # - Docker: [`--shm-size`](https://docs.docker.com/reference/cli/docker/container/run/).
