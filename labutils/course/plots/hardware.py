@@ -73,37 +73,5 @@ def roofline(ax: Axes, roofs: Mapping[str, Roofline], runs: Mapping[str, Run]) -
         axis.set_major_formatter("{x:g}")
     ax.set(xlabel="FLOP per byte of memory traffic", ylabel="TFLOP/s")
     layout.legend(ax)
-    _name(ax, points)
+    layout.name_points(ax, points)
     return ax
-
-
-_SIDES = (
-    *((7, -6, "left", "top"), (-9, 0, "right", "center"), (9, 0, "left", "center")),
-    *((-7, -6, "right", "top"), (7, 6, "left", "bottom"), (-7, 6, "right", "bottom")),
-)
-"""Where a name may stand beside its point: points (1/72 inch) right and up, and its alignment."""
-
-
-def _name(ax: Axes, points: Mapping[str, tuple[float, float]]) -> None:
-    """Write each point's name, the lowest first, on the first of `_SIDES` where it covers no other
-    point or name and stays inside the axes; where there is none, on the first."""
-    from matplotlib.transforms import Bbox
-
-    ax.figure.draw_without_rendering()  # only then it is known where everything lies
-    places = (ax.transData.transform(point) for point in points.values())
-    taken = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in places]
-    paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.5, "alpha": 0.8}
-    frame = ax.get_window_extent()
-    for name, point in sorted(points.items(), key=lambda item: item[1][1]):
-        tried = []
-        for *shift, ha, va in (*_SIDES, _SIDES[0]):
-            look = {"fontsize": 9, "ha": ha, "va": va, "bbox": paper}
-            text = ax.annotate(name, point, shift, textcoords="offset points", **look)
-            tried.append(text)
-            box = text.get_window_extent()
-            inside = frame.containsx(box.x0) and frame.containsx(box.x1) and frame.y0 < box.y0
-            if inside and not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(box)
-        for text in tried[:-1]:
-            text.remove()

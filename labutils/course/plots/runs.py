@@ -157,8 +157,6 @@ def _draw_lanes(ax: Axes, steps: Sequence[Run], heights: Sequence[float], floor:
 def frontier(ax: Axes, runs: Iterable[Run], kind: Callable[[Run], str]) -> Axes:
     """Useful tokens a second over peak memory: a named point a run, with a mark for each `kind`.
     The x axis is logarithmic; runs without both metrics are left out."""
-    from matplotlib.transforms import Bbox
-
     metrics = ("peak_allocated_gb", "useful_tokens_per_s")
     by_kind: dict[str, list[tuple[float, float, str]]] = {}
     for run in runs:
@@ -172,16 +170,8 @@ def frontier(ax: Axes, runs: Iterable[Run], kind: Callable[[Run], str]) -> Axes:
     ax.xaxis.get_major_locator().set_params(subs=(1, 2, 5))
     ax.xaxis.set_major_formatter("{x:g}")
     layout.legend(ax)
-    ax.figure.draw_without_rendering()  # places are known from here on
-    every = sorted(point for points in by_kind.values() for point in points)
-    taken = [Bbox.from_bounds(*ax.transData.transform((x, y)) - 7, 14, 14) for x, y, _ in every]
-    for x, y, name in every:
-        for lower in (5, -11, 14, -20):  # until the name covers no point and no other name
-            text = ax.annotate(name, (x, y), (6, lower), textcoords="offset points", fontsize=7)
-            if lower == -20 or not text.get_window_extent().count_overlaps(taken):
-                break
-            text.remove()
-        taken.append(text.get_window_extent())
+    named = {name: (x, y) for points in by_kind.values() for x, y, name in points}
+    layout.name_points(ax, named, fontsize=7)
     return ax
 
 

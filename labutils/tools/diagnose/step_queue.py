@@ -94,7 +94,7 @@ class Queue:
         """Of each piece: what the host waits for or writes, its own milliseconds, the device's, and
         whether it then waits. Read once, as a search replays them many times."""
         pieces, turns = self.pieces, self.takes_turns
-        return [(p.data_ms + p.log_ms, p.host_ms, p.ms, turns or p.waits != "") for p in pieces]
+        return [(p.data_ms + p.log_ms, p.host_ms, p.ms, turns or bool(p.waits)) for p in pieces]
 
     def total(self, part: str, *phases: str) -> float:
         """Milliseconds a step of one of the pieces' parts ("ms", "host_ms", "data_ms", "log_ms").
