@@ -41,8 +41,7 @@ Inputs = Callable[[int], tuple]
 @functools.cache
 def answers() -> dict[str, dict[str, Any]]:
     """Lab and number of an exercise ("07.1") -> its answer, as answers.yaml describes it."""
-    text = Path(__file__).with_name("answers.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return yaml.safe_load(Path(__file__).with_name("answers.yaml").read_text(encoding="utf-8"))
 
 
 def check(exercise: str, answer: Any) -> str:

@@ -133,8 +133,7 @@ class LightStep:
     """A step of a thin model on its shortest text: it tells what a launch takes the host."""
 
     def __init__(self, trainer: Trainer) -> None:
-        batch = batch_of(trainer.workload, trainer.recipe, shortest=True)
-        self.step = OnOneBatch(trainer, batch)
+        self.step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe, shortest=True))
         some_ms = statistics.median(self.step.timed(LIGHT_STEPS, warmup=2))
         self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / some_ms))
         trace = self.step.traced()

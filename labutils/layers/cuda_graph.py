@@ -65,8 +65,7 @@ def float32_rounded(what: str) -> AbstractContextManager:
     """
     if what == "convolutions":
         return nullcontext()
-    rounding = "tf32" if what == "everything" else "ieee"
-    return float32_products((cuda.matmul, cudnn.conv), rounding)
+    return float32_products((cuda.matmul, cudnn.conv), "tf32" if what == "everything" else "ieee")
 
 
 VARIANTS = 64

@@ -76,8 +76,7 @@ def scale_for(machine: dict[str, Any], lab: str = "") -> str:
     if lab in SEVERAL_GPUS and cuda.count() < 2:
         return "tiny"
     has = machine.get("gpu_memory_gb", 0)
-    fitting = (scale for scale in NEEDED_GB if has >= needed_gb(scale, lab))
-    return next(fitting, "tiny")
+    return next((scale for scale in NEEDED_GB if has >= needed_gb(scale, lab)), "tiny")
 
 
 def needed_gb(scale: str, lab: str) -> int:
@@ -109,8 +108,7 @@ def usable_cores(root: Path = ROOT) -> int:
 def ram_gb(root: Path = ROOT) -> float:
     """Memory this process may fill, in 10^9 bytes: the machine's or a container's limit."""
     limits = [int(limit) for limit in _limits(root, "memory.max") if limit != "max"]
-    sizes = [psutil.virtual_memory().total, *limits]
-    return round(min(sizes) / cuda.GB, 1)
+    return round(min([psutil.virtual_memory().total, *limits]) / cuda.GB, 1)
 
 
 def shm_gb() -> float | None:

@@ -124,7 +124,7 @@ def _matrix_rate(dtype: str, device: str) -> list[float]:
     """
     with products_as(dtype):
         call, size = _timeable_product(dtype, device)
-        times = cuda.timed_in_bursts(call) if device == "cuda" else cuda.timed(call, budget_s=0.4)
+        times = cuda.timed_in_bursts(call) if device == "cuda" else cuda.timed(call, budget_s=0.2)
     return [2 * size**3 / (ms * 1e9) for ms in times]
 
 
@@ -193,15 +193,15 @@ def _copy_bandwidth(device: str) -> list[float]:
     line before it writes to it, so a copy to elsewhere moves half as much again as it says, and
     would understate the memory.
     """
-    count = 256 * MIB
+    count, budget_s = 256 * MIB, 0.2
     if device == "cuda":
-        count = int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB
+        count, budget_s = int(min(1024 * MIB, cuda.free_memory() * 1e9 / 4)) // MIB * MIB, 0.5
     source = torch.randint(2**62, (count // 8,), device=device)  # drawn eight bytes at a time
     if device == "cuda":
         copy = functools.partial(source.clone().copy_, source)
     else:
         copy = source.view(torch.float32).neg_
-    return [2 * count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=0.5)]
+    return [2 * count / (ms * 1e6) for ms in cuda.timed(copy, budget_s=budget_s)]
 
 
 def _launch(device: str) -> list[float]:

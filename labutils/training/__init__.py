@@ -12,14 +12,22 @@ profiling, results and the recipe.
 `launch_worker` is what each of them does. `child_process` runs something in another process.
 """
 
-from labutils.training.benchmark import Benchmark, measure, train
-from labutils.training.isolated_run import try_isolated
-from labutils.training.trainer import Trainer
+from __future__ import annotations
 
-__all__ = [
-    "Benchmark",
-    "Trainer",
-    "measure",
-    "train",
-    "try_isolated",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from labutils.training.benchmark import Benchmark, measure, train
+    from labutils.training.isolated_run import try_isolated
+    from labutils.training.trainer import Trainer
+
+__all__ = ["Benchmark", "Trainer", "measure", "train", "try_isolated"]
+FILES = {"Trainer": "trainer", "try_isolated": "isolated_run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import PyTorch when the loop is asked for: the command line needs `child_process` alone."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{FILES.get(name, 'benchmark')}"), name)

@@ -281,7 +281,8 @@ class Candidate:
         **hooks: Unpack[Hooks],
     ) -> None:
         self.same_batches = same_batches
-        gc.collect()  # what earlier trainers left in cycles would be counted as held by others
+        if cuda.available():  # what earlier trainers left in cycles would count as held by others
+            gc.collect()
         before = cuda.allocated_memory()
         self.trainer = Trainer(workload, recipe, **hooks)
         built = cuda.allocated_memory()

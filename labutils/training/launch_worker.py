@@ -273,8 +273,7 @@ def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
 
 
 def _all_reduce(task: Task, folder: str) -> list[Run]:
-    ranks = distributed.here().count
-    timed = time_all_reduce(task.sizes, default_device(), ranks)
+    timed = time_all_reduce(task.sizes, default_device(), distributed.here().count)
     return [Run("", task.name, tags=task.tags, **timed)]
 
 

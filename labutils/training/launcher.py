@@ -83,8 +83,7 @@ def launch(
         )
     with tempfile.TemporaryDirectory(prefix="labutils-ranks-", ignore_cleanup_errors=True) as name:
         folder, mark, until = Path(name), uuid.uuid4().hex, time.monotonic() + timeout_s
-        todo = [asdict(task) for task in tasks]
-        job = {"tasks": todo, "folder": name, "timeout_s": timeout_s}
+        job = {"tasks": [*map(asdict, tasks)], "folder": name, "timeout_s": timeout_s}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
         path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         variables = rank_variables(ranks, device) | (environment or {})

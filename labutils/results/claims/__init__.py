@@ -110,7 +110,8 @@ def _files() -> list[Path]:
 @functools.cache
 def _load(path: Path) -> tuple[Article, tuple[Claim, ...]]:
     """The article of a file and its claims."""
-    parts = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # Where PyYAML has its parser in C, that takes a tenth of the time.
+    parts = yaml.load(path.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     article = Article(**parts["article"], untested=tuple(parts["untested"]))
     claims = tuple(Claim(article=article.key, **entry) for entry in parts["claims"])
     return article, claims

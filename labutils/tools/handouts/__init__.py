@@ -60,7 +60,7 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
             chosen = [path for path in paths if path.name not in left_out]
             left_out |= _make(edition, chosen, known, target / edition, not labs)
     except (ValueError, OSError, ImportError, UsageError, RuntimeError) as error:
-        cure = " Another folder for them: --out DIR" if isinstance(error, OSError) else ""
+        cure = ". Disk full? `df -h`. Elsewhere: --out DIR" if isinstance(error, OSError) else ""
         print(f"labutils handouts: {records.plain(str(error))}{cure}", file=sys.stderr)
         return WRONG_USAGE
     for name, why in left_out.items():

@@ -144,7 +144,7 @@ def run_lab(
     lab: Lab, values: Mapping[str, Any], output: Path, limit_s: float, kernel: Kernel
 ) -> Outcome:
     """Run one lab in `kernel`, whatever comes of it. Its executed notebook is written beside
-    `output`, cell by cell, and replaces an earlier one at the end."""
+    `output` as it runs, and replaces an earlier one at the end."""
     part = part_of(output)
     start = time.monotonic()
     clock = threading.Timer(limit_s, kernel.stop, args=["timed out"])
@@ -178,15 +178,29 @@ def part_of(output: Path) -> Path:
 
 
 def _execute(lab: Lab, values: Mapping[str, Any], part: Path, kernel: Kernel) -> None:
-    """Raises what papermill raises."""
+    """Raises what papermill raises. Its own engine writes the notebook at each cell's start and
+    end, which takes longer than most cells. This one does so once a second, and at the end."""
     import papermill
+    from papermill.engines import NBClientEngine, papermill_engines
 
+    class SavesSeldom(NBClientEngine):
+        @classmethod
+        def execute_managed_notebook(cls, notebook: Any, *args: Any, **options: Any) -> None:
+            save = notebook.save
+            notebook.save = lambda: (notebook.now() - notebook.last_save_time).seconds < 1 or save()
+            try:
+                super().execute_managed_notebook(notebook, *args, **options)
+            finally:
+                notebook.save = save  # papermill saves once more
+
+    papermill_engines.register("seldom", SavesSeldom)
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # `_failure` says it in full
     bar = {"desc": lab.title, "leave": False, "unit": " cells"}
     papermill.execute_notebook(
         str(lab.path),
         str(part),
         parameters=dict(values),
+        engine_name="seldom",
         kernel_name="python3",
         kernel_manager_class=kernel.manager_class(),
         language="python",
