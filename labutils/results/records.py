@@ -35,9 +35,6 @@ from labutils.results.schema1_migration import Tag, number_today, tags_of
 if TYPE_CHECKING:
     import pandas as pd
 
-SUSPECT = re.compile(r"NaN|Infinity|[eE]\+?\d{3}|\d{200}")
-"""Is in every line that holds a number beyond a float's limits. To look at each number of each line
-would take ten times as long as reading them does."""
 SCHEMA = 2
 Wanted = Tag | tuple[Tag, ...]
 """A tag that is asked for, or several of which any will do."""
@@ -386,8 +383,8 @@ def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> Runs:
 def _record_of(line: str) -> dict[str, Any] | str:
     """The record that a line holds, with tags, or what is wrong with the line."""
     try:
-        numbers = ("parse_constant", "parse_float", "parse_int") if SUSPECT.search(line) else ()
-        record = json.loads(line, **dict.fromkeys(numbers, _finite))
+        numbers = dict.fromkeys(("parse_constant", "parse_float", "parse_int"), _finite)
+        record = json.loads(line, **numbers)
     except json.JSONDecodeError:
         cut_off = line.startswith("{") and not line.rstrip().endswith("}")
         return "is cut off, as by a run that was stopped" if cut_off else "is not JSON"

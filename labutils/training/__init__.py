@@ -26,6 +26,10 @@ __all__ = ["Benchmark", "Trainer", "measure", "train", "try_isolated"]
 FILES = {"Trainer": "trainer", "try_isolated": "isolated_run"}
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     """Import PyTorch when the loop is asked for: the command line needs `child_process` alone."""
     if name not in __all__:

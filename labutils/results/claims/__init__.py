@@ -113,5 +113,4 @@ def _load(path: Path) -> tuple[Article, tuple[Claim, ...]]:
     # Where PyYAML has its parser in C, that takes a tenth of the time.
     parts = yaml.load(path.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     article = Article(**parts["article"], untested=tuple(parts["untested"]))
-    claims = tuple(Claim(article=article.key, **entry) for entry in parts["claims"])
-    return article, claims
+    return article, tuple(Claim(article=article.key, **entry) for entry in parts["claims"])

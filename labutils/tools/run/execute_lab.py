@@ -179,7 +179,8 @@ def part_of(output: Path) -> Path:
 
 def _execute(lab: Lab, values: Mapping[str, Any], part: Path, kernel: Kernel) -> None:
     """Raises what papermill raises. Its own engine writes the notebook at each cell's start and
-    end, which takes longer than most cells. This one does so once a second, and at the end."""
+    end, which takes longer than most cells. Here that is done once a second at most, and at the
+    end: what a SIGKILL of this process leaves may lack the last cells."""
     import papermill
     from papermill.engines import NBClientEngine, papermill_engines
 
@@ -191,7 +192,7 @@ def _execute(lab: Lab, values: Mapping[str, Any], part: Path, kernel: Kernel) ->
             try:
                 super().execute_managed_notebook(notebook, *args, **options)
             finally:
-                notebook.save = save  # papermill saves once more
+                del notebook.save  # the class's own is left, and papermill calls it once more
 
     papermill_engines.register("seldom", SavesSeldom)
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # `_failure` says it in full
