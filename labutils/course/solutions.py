@@ -40,9 +40,8 @@ def with_solutions(notebook: NotebookNode, number: str) -> NotebookNode:
         cells.append(cell)
         if "exercise" in each:
             place, code = next(left)
-            value = _value_of(f"{number}.{place}")
-            shared = {"outputs": value, "metadata": {"tags": ["solution"]}}
-            cells.append(new_code_cell(code, **shared))
+            outputs = _value_of(f"{number}.{place}")
+            cells.append(new_code_cell(code, outputs=outputs, metadata={"tags": ["solution"]}))
     solved.cells = cells
     return solved
 

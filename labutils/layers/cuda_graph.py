@@ -107,8 +107,7 @@ class ChannelsLastGroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() or x.dim() != 4 or not self.affine:
             return super().forward(x)
-        pixels = x.permute(0, 2, 3, 1).float()
-        grouped = pixels.unflatten(-1, (self.num_groups, -1))
+        grouped = x.permute(0, 2, 3, 1).float().unflatten(-1, (self.num_groups, -1))
         variance, mean = torch.var_mean(grouped, dim=(1, 2, 4), correction=0, keepdim=True)
         normal = ((grouped - mean) * torch.rsqrt(variance + self.eps)).flatten(-2)
         return (normal * self.weight + self.bias).to(x.dtype).permute(0, 3, 1, 2)

@@ -67,18 +67,27 @@ def ablations(
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
             trace = bench.profile(START, Path(folder), TRACED, with_shapes=True)
         fixes = diagnose(_evidence(bench, with_epoch_rate(run, workload), idle, trace), only).fixes
-        asked = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
+        asked = later = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
         recipes, why = recipes_of(start, asked, workload.device.type)
         runs = bench.compare({START: start} | recipes, steps, rounds) if recipes else {}
         runs = {name: with_epoch_rate(run, workload) for name, run in runs.items()}
         if runs and runs[START].ok and not bench.same_batches:
             fixes = diagnose(_evidence(bench, runs[START], _from_idle_ms(bench), trace), only).fixes
-    now = {fix.name: fix.gain for fix in fixes}
+            later = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
     each = {}
-    for fix in (replace(fix, gain=now.get(fix.name, 0.0)) for fix in asked):
+    for fix in predicted_later(asked, later):
         pair = (runs[START], runs[fix.name]) if fix.name in recipes else None
         each[fix.name] = _row(fix, pair, why.get(fix.name, ""))
     return Run("", "", metrics={"each": each})
+
+
+def predicted_later(asked: Iterable[Fix], later: Iterable[Fix]) -> list[Fix]:
+    """The fixes that were `asked` for, with the gains of a `later` diagnosis; 0 where it finds
+    nothing to gain. Where it would turn knobs otherwise than was measured, the first gain stays.
+    """
+    now = {fix.name: fix for fix in later}
+    known = [(fix, now.get(fix.name, replace(fix, gain=0.0))) for fix in asked]
+    return [new if new.changes == fix.changes else fix for fix, new in known]
 
 
 def _evidence(bench: Benchmark, run: Run, idle_ms: list[float], trace: Trace) -> Evidence:

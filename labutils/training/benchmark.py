@@ -101,7 +101,9 @@ def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
     """Optimizer steps that must pass untimed after a pause, or after the data was taken back.
 
     In the first one the loader starts. The next ones get batches that its workers made ready in the
-    meantime, or began while nothing was waited for. ranks: the processes that share a step.
+    meantime, or began while nothing was waited for. Workers that are only a little slower than the
+    steps leave some of these, and the waits after it are too short. ranks: the processes that share
+    a step.
     """
     taken = max(1, recipe.accumulation // ranks)
     return 1 + math.ceil(recipe.num_workers * recipe.prefetch_factor / taken)

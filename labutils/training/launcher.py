@@ -147,8 +147,7 @@ def rank_variables(ranks: int, device: str) -> dict[str, str]:
     """What each rank has in its environment beside this process's own: its share of the cores. Left
     alone, every rank would start a thread a core.
     """
-    threads = str(max(1, usable_cores() // ranks))
-    variables = {"OMP_NUM_THREADS": threads, "TQDM_DISABLE": "1"}
+    variables = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)), "TQDM_DISABLE": "1"}
     return variables | ({} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
 
 

@@ -112,8 +112,7 @@ def _loss(workload: Workload, model: nn.Module, batch: Batch, padded: bool) -> T
         mask = None
         if padded:
             mask = torch.empty(rows, 1, length, length, dtype=torch.bool, device="meta")
-        masks = {"full_attention": mask, "sliding_attention": mask}
-        batch = batch | {"attention_mask": masks}
+        batch = batch | {"attention_mask": {"full_attention": mask, "sliding_attention": mask}}
     return workload.loss(model, batch, workload.draw(model, batch))
 
 

@@ -273,8 +273,7 @@ class DiffusionLora(Workload):
 
     def _moments(self, model: Networks, pixel_values: Tensor) -> Tensor:
         """Mean and log variance of the posterior, [b, 8, h/8, w/8]."""
-        pixels = pixel_values.to(model.vae.dtype)
-        return model.vae.encode(pixels, return_dict=False)[0].parameters
+        return model.vae.encode(pixel_values.to(model.vae.dtype), return_dict=False)[0].parameters
 
     def _condition(self, model: Networks, batch: Batch) -> Tensor:
         """Text embeddings [b, 77, width]."""
@@ -374,8 +373,7 @@ class JointAttention:
             key, value = attn.to_k(encoder_hidden_states).chunk(2, dim=-1)
         # [b, heads, n, channels / heads]
         heads = (x.unflatten(-1, (attn.heads, -1)).transpose(1, 2) for x in (query, key, value))
-        attended = F.scaled_dot_product_attention(*heads)
-        return attn.to_out[0](attended.transpose(1, 2).flatten(-2))
+        return attn.to_out[0](F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2))
 
 
 class SplitGEGLU(GEGLU):

@@ -112,8 +112,7 @@ def test_opening_a_lab_again_goes_on_with_it(tmp_path):
 
 def test_where_results_go(tmp_path, monkeypatch, results_folder):
     asked = tmp_path / "my results"
-    lab = open_lab("03", notebook(results_dir=str(asked)))
-    assert lab.results_dir == asked
+    assert open_lab("03", notebook(results_dir=str(asked))).results_dir == asked
     assert open_lab("03", notebook()).results_dir == results_folder
     monkeypatch.delenv("LABUTILS_RESULTS")
     monkeypatch.setattr(results, "REPOSITORY", tmp_path)

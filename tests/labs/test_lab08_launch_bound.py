@@ -41,10 +41,8 @@ def test_a_packed_row_holds_typical_texts_and_nothing_else(family):
     mean = sum(lengths) / len(lengths)
     chosen = sorted(length for length in lengths if length <= mean)[-lab08.TEXTS :]
     assert all(0.6 * mean <= length for length in chosen)
-    batch = lab08.batch_of(workload, recipe)
-    assert batch["input_ids"].shape == (1, sum(chosen))
-    least = lab08.batch_of(workload, recipe, shortest=True)
-    assert least["input_ids"].shape == (1, min(lengths))
+    assert lab08.batch_of(workload, recipe)["input_ids"].shape == (1, sum(chosen))
+    assert lab08.batch_of(workload, recipe, shortest=True)["input_ids"].shape == (1, min(lengths))
     # The library, which pads texts side by side, sees the same tokens.
     works = [workload.work_of(r, lab08.batch_of(workload, r)) for r in (recipe, padded)]
     assert works[0].useful_tokens == works[1].useful_tokens

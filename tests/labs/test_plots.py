@@ -163,8 +163,7 @@ PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))
 def test_verdicts_show_every_claim_on_one_page(ax):
     named = {f"some.claim-with-a-name-{n}": PAIRS[n % len(PAIRS)] for n in range(55)}
     plots.verdicts(ax, {f"Article A{n}": named for n in range(1, 5)}, sides=("H200", "here"))
-    said = texts(ax)
-    assert sum(text.startswith("some.claim") for text in said) == 4 * 55
+    assert sum(text.startswith("some.claim") for text in texts(ax)) == 4 * 55
     width, height = ax.figure.get_size_inches()
     assert width < 8 and height < 11.2
     assert len([line for line in ax.lines if len(line.get_xdata())]) == 8 * 55

@@ -83,8 +83,7 @@ def test_the_host_runs_ahead_by_the_queue_at_most():
     done.
     """
     long_queue = program(10_000.0, *[0.0] * (2 * QUEUE), waits=(2 * QUEUE,))
-    host = Host(1.0)
-    assert replayed_ms(long_queue, host) == pytest.approx(10_001 + QUEUE, abs=3)
+    assert replayed_ms(long_queue, Host(1.0)) == pytest.approx(10_001 + QUEUE, abs=3)
 
 
 # What a launch takes the host
@@ -130,8 +129,7 @@ def test_a_kind_scales_with_what_bounds_it():
     for kind, ratio in (expected | {"copy": 1.0}).items():
         assert scale(kind, H100, BLACKWELL, "bf16") == pytest.approx(ratio)
         assert scale(kind, BLACKWELL, H100, "bf16") == pytest.approx(1 / ratio)
-    few_flops = scale("GEMM", H100, BLACKWELL, "bf16", intensity=50)
-    assert few_flops == pytest.approx(3352 / 1792)
+    assert scale("GEMM", H100, BLACKWELL, "bf16", intensity=50) == pytest.approx(3352 / 1792)
     with pytest.raises(ValueError, match="no fp4 peak"):
         attainable(H100, "fp4")
 

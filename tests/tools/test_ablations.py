@@ -11,6 +11,7 @@ from labutils.tools.ablations import (
     _row,
     ablations,
     fix_table,
+    predicted_later,
     recipes_of,
     round_costs,
 )
@@ -27,6 +28,15 @@ def test_a_fix_that_is_refused_or_changes_nothing_says_so():
     recipes, why = recipes_of(STOCK.but(precision="fp32"), fixes, "cpu")
     assert list(recipes) == ["fine"] and recipes["fine"].optimizer == "adamw-fused"
     assert "graph" in why["refused"] and "same" in why["the same"]
+
+
+def test_a_later_prediction_counts_where_it_is_of_what_was_measured():
+    four, five = ({"num_workers": count} for count in (4, 5))
+    asked = [Fix("workers", 0.5, "", changes=four), Fix("memory", 0.3, "")]
+    told = [fix.gain for fix in predicted_later(asked, [Fix("workers", 0.4, "", changes=four)])]
+    assert told == [0.4, 0.0]
+    told = [fix.gain for fix in predicted_later(asked, [Fix("workers", 0.6, "", changes=five)])]
+    assert told == [0.5, 0.0]
 
 
 def timed(*walls, **metrics):

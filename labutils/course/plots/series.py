@@ -30,8 +30,7 @@ def curves(ax: Axes, series: Mapping[str, Mapping[float, float]], xlabel: str, y
     ax.set_ylim(bottom=0)
     ax.set_xticks(sorted({x for points in drawn.values() for x in points}))
     ax.xaxis.set_major_formatter("{x:g}")
-    four_names = sum(len(name) for name in list(drawn)[:4])
-    layout.legend(ax, columns=2 if four_names > 44 else 4)
+    layout.legend(ax, columns=2 if sum(len(name) for name in list(drawn)[:4]) > 44 else 4)
     return ax
 
 
@@ -139,8 +138,7 @@ def grouped(
         at = [group + shift for group in range(len(groups))]
         spreads = [layout.spread_of(summarise(np.atleast_1d(by_group[group]))) for group in groups]
         low, median, high = np.transpose(spreads)
-        look = layout.look(FILLS[place]) | {"label": name}
-        ax.bar(at, median, 0.74 / len(values), **look)
+        ax.bar(at, median, 0.74 / len(values), **layout.look(FILLS[place]) | {"label": name})
         ax.vlines(at, low, high, color=RUST, linewidth=2, zorder=3)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(ylabel)

@@ -177,5 +177,4 @@ def product_error(x: Tensor, weight: Tensor, granularity: str, fmt: Format = E4M
     """Relative error of x W^T when both are quantised along the dimension that is summed over."""
     exact = F.linear(x.double(), weight.double())
     factors = quantise(x, granularity, fmt), quantise(weight, granularity)
-    product = F.linear(*(factor.restored() for factor in factors))
-    return relative_error(product, exact)
+    return relative_error(F.linear(*(factor.restored() for factor in factors)), exact)
