@@ -66,14 +66,17 @@ def ablations(
         idle = _from_idle_ms(bench)
         with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
             trace = bench.profile(START, Path(folder), TRACED, with_shapes=True)
-        fixes = diagnose(_evidence(bench, with_epoch_rate(run, workload), idle, trace), only).fixes
-        asked = later = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
+
+        def diagnosed(run: Run, idle_ms: list[float]) -> list[Fix]:
+            fixes = diagnose(_evidence(bench, run, idle_ms, trace), only).fixes
+            return [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
+
+        asked = later = diagnosed(with_epoch_rate(run, workload), idle)
         recipes, why = recipes_of(start, asked, workload.device.type)
         runs = bench.compare({START: start} | recipes, steps, rounds) if recipes else {}
         runs = {name: with_epoch_rate(run, workload) for name, run in runs.items()}
         if runs and runs[START].ok and not bench.same_batches:
-            fixes = diagnose(_evidence(bench, runs[START], _from_idle_ms(bench), trace), only).fixes
-            later = [replace(fix, changes=knobs(fix, start, workload.name)) for fix in fixes]
+            later = diagnosed(runs[START], _from_idle_ms(bench))
     each = {}
     for fix in predicted_later(asked, later):
         pair = (runs[START], runs[fix.name]) if fix.name in recipes else None

@@ -138,7 +138,7 @@ def grouped(
         at = [group + shift for group in range(len(groups))]
         spreads = [layout.spread_of(summarise(np.atleast_1d(by_group[group]))) for group in groups]
         low, median, high = np.transpose(spreads)
-        ax.bar(at, median, 0.74 / len(values), **layout.look(FILLS[place]) | {"label": name})
+        ax.bar(at, median, 0.74 / len(values), label=name, **layout.look(FILLS[place]))
         ax.vlines(at, low, high, color=RUST, linewidth=2, zorder=3)
     ax.set_xticks(range(len(groups)), groups)
     ax.set_ylabel(ylabel)
