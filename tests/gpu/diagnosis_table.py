@@ -5,10 +5,10 @@
     python tests/gpu/diagnosis_table.py --results /tmp/x --tiny --only trainer       on a CPU
 
 tests/scripts/hand_edits.yaml names the scripts and their edits. A round visits each script as it
-is, twice, and with every change, tried and by hand, there and back; two scripts' steps are timed
-with and without being watched as well. Rounds go on for as long as there is time. A script's
-records are appended after each of its rounds; the newest count, and the table is made of them. So
-scripts may be measured in several calls.
+is, twice, and with every change, tried and by hand, there and back. Rounds go on for as long as
+there is time. Of two scripts it is also measured what watching takes. A script's records are
+appended after each of its rounds; the newest count, and the table is made of them. So scripts may
+be measured in several calls.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,8 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BASE, AGAIN, TRIED, BY_HAND = "as it is", "as it is again", "tried", "by hand"
 ALONE, WATCHED = "alone", "watched"
 STAGES = Stages(warmup=4, timed=8, profiled=3)
-WATCHED_STEPS = {"gpt": 20, "launches": 200}
-"""Script -> steps that are timed with and without being watched."""
+WATCHED_STEPS, BLOCKS = {"gpt": 2, "launches": 10}, 40
+"""Script -> steps of a block. So many blocks are timed, half of them watched."""
 CLOSE, TESTS = 0.2, 0.05
 """A predicted step may be off by so much. A fix that saves less than the second number, predicted
 and by hand, tests no prediction."""
@@ -47,18 +46,46 @@ NEAR = 0.05
 """The first-ranked fix saves as much as the best, but for so much."""
 CLOCK = """
 import json, runpy, sys, time
+import torch
 from torch.optim import optimizer
-marks, wanted = [], int(sys.argv[1])
+from torch.utils.data import dataloader
+
+first, of_block, blocks = (int(word) for word in sys.argv[1:4])
+places = [(torch.autograd, "backward"), (dataloader.DataLoader, "__iter__")]
+places += [(dataloader._BaseDataLoaderIter, "__next__")]
+wrapped = [(*place, getattr(*place)) for place in places]
+tables = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+hooks = [(table, key, hook) for table in tables for key, hook in table.items()]
+steps, began, found = 0, None, []
+
+def watch(on):
+    for owner, name, function in wrapped:
+        setattr(owner, name, function if on else function.__wrapped__)
+    for table, key, hook in hooks:  # a table is being read, so it keeps its keys
+        table[key] = hook if on else lambda *_: None
+
 def step_ended(*_):
-    marks.append(1e3 * time.perf_counter())
-    if len(marks) == wanted:
-        print(json.dumps(marks))
+    global steps, began
+    steps += 1
+    if steps < first or (steps - first) % of_block:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if began:
+        found.append(1e3 * (time.perf_counter() - began) / of_block)
+    if len(found) == blocks:
+        print(json.dumps(found))
         sys.exit()
+    watch(len(found) % 4 in (1, 2))  # there and back
+    began = time.perf_counter()
+
 optimizer.register_optimizer_step_post_hook(step_ended)
-sys.argv = sys.argv[2:]
+sys.argv = sys.argv[4:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script for so many optimizer steps, and prints when each ended, in milliseconds."""
+"""Runs a script that is watched, turns the watch off and on, and prints each block's time: in
+milliseconds a step, its first block unwatched. One process, since two runs of a script differ by
+more than the watch takes."""
 
 
 class Script:
@@ -133,23 +160,19 @@ class Script:
             metrics["off"] = (1 - fix.gain) / (1 - metrics["by_hand"]) - 1
         return self.record("fix", metrics, samples, status, fix=fix.name)
 
-    def time_watching(self, back: bool) -> Run:
-        """One round of its steps alone and watched, and the record of all so far."""
-        warmup, timed = STAGES.warmup, WATCHED_STEPS[self.name]
-        settings = vars(Stages(warmup, timed)) | {"folder": str(self.folder), "keep_going": False}
-        watched = environment_for(settings)
-        for kind in (WATCHED, ALONE) if back else (ALONE, WATCHED):
-            python, *words = self.command()
-            command = [python, "-c", CLOCK, str(warmup + timed), *words]
-            environment = watched if kind is WATCHED else None
-            said = subprocess.check_output(command, env=environment, text=True)
-            marks = json.loads(said.splitlines()[-1])[warmup:]
-            steps = [late - early for early, late in pairwise(marks)]
-            self.runs.setdefault(kind, []).append({"step_ms": steps})
-        times = [[round["step_ms"] for round in self.runs[kind]] for kind in (ALONE, WATCHED)]
-        gain, low, high = saved(*times)
+    def time_watching(self) -> Run:
+        """The record of what watching takes of a step, in one process."""
+        settings = vars(Stages(STAGES.warmup, 10**6)) | {"folder": str(self.folder)}
+        environment = environment_for(settings | {"keep_going": False})
+        numbers = map(str, (STAGES.warmup + 2, WATCHED_STEPS[self.name], BLOCKS))
+        python, *words = self.command()
+        command = [python, "-c", CLOCK, *numbers, *words]
+        said = subprocess.check_output(command, env=environment, text=True)
+        found = json.loads(said.splitlines()[-1])
+        samples = {f"{ALONE}_ms": [ms for n, ms in enumerate(found) if n % 4 in (0, 3)]}
+        samples[f"{WATCHED}_ms"] = [ms for n, ms in enumerate(found) if n % 4 in (1, 2)]
+        gain, low, high = saved(*([[ms] for ms in times] for times in samples.values()))
         metrics = {"overhead": -gain, "overhead_low": -high, "overhead_high": -low}
-        samples = {f"{kind}_ms": _steps(self.runs[kind]) for kind in (ALONE, WATCHED)}
         return self.record("overhead", metrics, samples)
 
     def record(self, what: str, metrics: Any, samples: Any, status: str = "ok", **tags: str) -> Run:
@@ -236,8 +259,8 @@ def measure(scripts: list[Script], results: Results, rounds: int, seconds: float
                 continue
             for record in script.visit(back):
                 results.append(record)
-            if script.name in WATCHED_STEPS:
-                results.append(script.time_watching(back))
+            if script.name in WATCHED_STEPS and not number:
+                results.append(script.time_watching())
             script.took_s = time.monotonic() - began
 
 
