@@ -122,6 +122,8 @@ def main(path: str) -> None:
         sys.stderr.flush()
         os._exit(1)  # at once: taking a process group down waits for ranks that are gone
     status.write(job["folder"], done=True)
+    sys.stdout.flush()
+    os._exit(0)  # without Python's own end, in which a thread of gloo's may abort the process
 
 
 def _do(task: Task, status: RankStatus, folder: str) -> None:

@@ -35,10 +35,9 @@ from labutils.tools.diagnose.script import Stages, environment_for, watch
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 BASE, AGAIN, TRIED, BY_HAND = "as it is", "as it is again", "tried", "by hand"
-ALONE, WATCHED = "alone", "watched"
 STAGES = Stages(warmup=4, timed=8, profiled=3)
-WATCHED_STEPS, BLOCKS = {"gpt": 2, "launches": 10}, 40
-"""Script -> steps of a block. So many blocks are timed, half of them watched."""
+WATCHED_BLOCKS = {"gpt": (1, 40), "launches": (4, 1500)}
+"""Script -> steps of a block, and how many blocks are timed, half of them watched."""
 CLOSE, TESTS = 0.2, 0.05
 """A predicted step may be off by so much. A fix that saves less than the second number, predicted
 and by hand, tests no prediction."""
@@ -164,13 +163,13 @@ class Script:
         """The record of what watching takes of a step, in one process."""
         settings = vars(Stages(STAGES.warmup, 10**6)) | {"folder": str(self.folder)}
         environment = environment_for(settings | {"keep_going": False})
-        numbers = map(str, (STAGES.warmup + 2, WATCHED_STEPS[self.name], BLOCKS))
+        numbers = map(str, (STAGES.warmup + 1, *WATCHED_BLOCKS[self.name]))
         python, *words = self.command()
         command = [python, "-c", CLOCK, *numbers, *words]
         said = subprocess.check_output(command, env=environment, text=True)
         found = json.loads(said.splitlines()[-1])
-        samples = {f"{ALONE}_ms": [ms for n, ms in enumerate(found) if n % 4 in (0, 3)]}
-        samples[f"{WATCHED}_ms"] = [ms for n, ms in enumerate(found) if n % 4 in (1, 2)]
+        turns = {"alone_ms": (0, 3), "watched_ms": (1, 2)}
+        samples = {of: [ms for n, ms in enumerate(found) if n % 4 in turns[of]] for of in turns}
         gain, low, high = saved(*([[ms] for ms in times] for times in samples.values()))
         metrics = {"overhead": -gain, "overhead_low": -high, "overhead_high": -low}
         return self.record("overhead", metrics, samples)
@@ -259,7 +258,7 @@ def measure(scripts: list[Script], results: Results, rounds: int, seconds: float
                 continue
             for record in script.visit(back):
                 results.append(record)
-            if script.name in WATCHED_STEPS and not number:
+            if script.name in WATCHED_BLOCKS and not number:
                 results.append(script.time_watching())
             script.took_s = time.monotonic() - began
 

@@ -16,18 +16,21 @@ from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, replayed_ms
 from labutils.profiling.utilization import Energy
 from labutils.training import Trainer
+from labutils.training.free_memory import make_room
 from labutils.training.one_batch import OnOneBatch
 from labutils.workloads import open_workload
 
 
 @pytest.fixture(scope="module")
 def dense():
-    return open_workload("qwen3-lora-long", scale="small", device="cuda")
+    yield (opened := open_workload("qwen3-lora-long", scale="small", device="cuda"))
+    make_room(opened)
 
 
 @pytest.fixture(scope="module")
 def moe():
-    return open_workload("gpt-oss-lora-long", scale="small", device="cuda")
+    yield (opened := open_workload("gpt-oss-lora-long", scale="small", device="cuda"))
+    make_room(opened)
 
 
 def on_typical_texts(trainer):

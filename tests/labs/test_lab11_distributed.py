@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from labutils.labs import lab11_distributed as lab11
 from labutils.recipe import Recipe
-from labutils.results.records import REFERENCE, Run, read_runs, summarise
+from labutils.results.records import Run, summarise
 
 
 @pytest.mark.parametrize("scale", ["tiny", "full"])
@@ -50,19 +50,15 @@ def test_company_is_told_from_messages():
     assert lab11.against_prediction(runs[1:]).empty
 
 
-def test_what_was_predicted_is_found_in_the_record():
-    truths = lab11.truths(read_runs(REFERENCE).select("11"))
-    assert all(value is not None for value in truths.values())
-    assert truths["efficiency of DDP for LoRA"] == pytest.approx(90, abs=1)
-    assert set(lab11.truths([]).values()) == {None}
-
-
 def join():
     dist.init_process_group("gloo")
     return "cpu"
 
 
 def told(device):
+    import atexit
+
+    atexit.register(open, "python_ended", "w")
     return device, dist.get_world_size()
 
 
@@ -72,5 +68,6 @@ def failing(device):
 
 def test_a_script_is_started_and_a_failure_is_told(tmp_path):
     assert lab11.torchrun(tmp_path, [join], [told], 2, "cpu") == [("cpu", 2)]
+    assert not (tmp_path / "python_ended").exists()  # in which gloo's threads may abort it
     with pytest.raises(RuntimeError, match="(?s)on purpose, on a cpu.*exitcode  : 1"):
         lab11.torchrun(tmp_path, [join], [failing], 2, "cpu")

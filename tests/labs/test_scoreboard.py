@@ -37,11 +37,7 @@ def test_each_choice_parts_the_claims(board):
     assert list(board["id"]) == list(CLAIMS)
     for column in ("article", "lab", "verdict"):
         parts = [scoreboard.chosen(board, **{column: word}) for word in set(board[column])]
-        assert (
-            sum(map(len, parts)) == len(scoreboard.chosen(board, **{column: "all"})) == len(board)
-        )
-    few = scoreboard.chosen(board, article="A2", lab="05", verdict=CONFIRMED)
-    assert len(few) > 0 and set(few["article"]) == {"A2"} and set(few["lab"]) == {"05"}
+        assert sum(map(len, parts)) == len(board)
 
 
 def test_statements_advice_and_models_are_counted_apart(board):

@@ -172,7 +172,7 @@ def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder, limit
     assert status_of(results_folder, "sleeps") == "timed out"
 
 
-def test_lab_11_sums_up_and_runs_last(run, monkeypatch):
+def test_a_lab_that_sums_up_runs_last(run, monkeypatch):
     order = []
     monkeypatch.setattr(batch, "is_done", lambda lab, *_: order.append(lab.number) or True)
     assert run("12", "11", "00")[0] == 0

@@ -7,6 +7,7 @@ python -m torch.distributed.run --standalone --nproc-per-node=2 ranks_at_work.py
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,7 @@ def main(folder: Path) -> None:
             torch.save(found, folder / f"{case}.pt")
     break_off_twice(workloads["sd15-lora"], folder)
     distributed.leave()
+    os._exit(0)  # as `launch_worker` does
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Two ranks: DDP, no_sync, FSDP, one timed all-reduce; and the weights of one process."""
 
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -63,6 +64,7 @@ def on_each_rank():
     print(f"rank {dist.get_rank()}: DDP and FSDP train as one process; {gb_per_s:.2g} GB/s")
     dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
+    os._exit(0)  # without Python's own end, in which a thread of gloo's may abort the process
 
 
 if dist.is_torchelastic_launched():
