@@ -1,7 +1,7 @@
 """The table of a diagnosis: what `labutils diagnose` predicts of a fix in a real script, what its
 `--try` measures, and what the same change saves that is written into the script by hand.
 
-    python tests/gpu/diagnosis_table.py --results results/mine             on a GPU, in 8 minutes
+    python tests/gpu/diagnosis_table.py --results results/mine             on a GPU, in 10 minutes
     python tests/gpu/diagnosis_table.py --results /tmp/x --tiny --only trainer       on a CPU
 
 tests/scripts/hand_edits.yaml names the scripts and their edits. A round visits each script as it

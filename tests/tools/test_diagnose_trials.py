@@ -92,6 +92,6 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path):
 
 
 def test_the_table_in_docs_is_that_of_its_records():
-    found = read_file(REFERENCE.parents[1] / "h100" / "diagnosis.jsonl").records
+    found = read_file(REFERENCE.parent / "diagnosis.jsonl").records
     page = (REPOSITORY / "docs" / "diagnosis.md").read_text("utf-8")
     assert diagnosis_table.told(runs_of(found)) in page
