@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, so none may wait for one
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & has children ignore Ctrl-C
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's & has its children ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the cores are shared with the other workers
 else:

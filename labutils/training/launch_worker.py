@@ -119,11 +119,11 @@ def main(path: str) -> None:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         status.write(job["folder"], error=said)
         traceback.print_exc()
-        sys.stderr.flush()
         os._exit(1)  # at once: taking a process group down waits for ranks that are gone
     status.write(job["folder"], done=True)
-    sys.stdout.flush()
-    os._exit(0)  # without Python's own end, in which a thread of gloo's may abort the process
+    if not cuda.available():  # without Python's own end: there a thread of gloo's may abort it
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _do(task: Task, status: RankStatus, folder: str) -> None:

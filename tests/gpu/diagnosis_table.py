@@ -247,6 +247,8 @@ def measure(scripts: list[Script], results: Results, rounds: int, seconds: float
     for script in [*scripts]:
         try:
             results.append(script.diagnosed())
+            if script.name in WATCHED_BLOCKS:
+                results.append(script.time_watching())
         except Exception as error:  # the others' rows are wanted all the same
             scripts.remove(script)
             results.append(script.record("diagnosis", {}, {}, f"error: {error}"))
@@ -258,8 +260,6 @@ def measure(scripts: list[Script], results: Results, rounds: int, seconds: float
                 continue
             for record in script.visit(back):
                 results.append(record)
-            if script.name in WATCHED_BLOCKS and not number:
-                results.append(script.time_watching())
             script.took_s = time.monotonic() - began
 
 

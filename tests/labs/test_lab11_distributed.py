@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from labutils.labs import lab11_distributed as lab11
 from labutils.recipe import Recipe
-from labutils.results.records import Run, summarise
+from labutils.results.records import REFERENCE, Run, read_runs, summarise
 
 
 @pytest.mark.parametrize("scale", ["tiny", "full"])
@@ -48,6 +48,10 @@ def test_company_is_told_from_messages():
     (row,) = lab11.against_prediction(runs[:2] + runs[3:]).to_dict("records")
     assert row["predicted from that, ms"] is None
     assert lab11.against_prediction(runs[1:]).empty
+
+
+def test_each_prediction_has_its_truth_in_the_record():
+    assert None not in lab11.truths(read_runs(REFERENCE).select("11")).values()
 
 
 def join():

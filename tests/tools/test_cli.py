@@ -72,7 +72,6 @@ def test_a_program_without_streams_in_an_old_locale_makes_its_pages(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_and_its_like_are_130_without_a_traceback(number, monkeypatch, capsys):
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
     monkeypatch.setattr(doctor, "main", lambda json: signal.raise_signal(number))
     assert cli.main(["doctor"]) == 130
     assert "Traceback" not in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_all_fixes_go_into_a_trainer_from_outside():
     assert "CHANGES" in trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [worse])
 
 
-def test_the_table_of_predictions_trials_and_hand_edits(tmp_path):
+def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, monkeypatch):
     """On a GPU it says how good the predictions are; here, whether it can be made."""
     scripts = yaml.safe_load((SCRIPTS / "hand_edits.yaml").read_text("utf-8"))
     for name, words in scripts.items():
@@ -83,11 +83,14 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path):
     feeding, words = "shuffle=True", {"script": "plain_loop.py"}
     words["tiny"] = "--device cpu --batch 8 --decode-ms 5"
     words["edits"] = {"workers": {feeding: f"{feeding}, num_workers=WORKERS"}}
+    monkeypatch.setitem(diagnosis_table.WATCHED_BLOCKS, "plain", (1, 8))
     script = diagnosis_table.Script("plain", words, "tiny", tmp_path)
     diagnosis_table.measure([script], Results(tmp_path), rounds=1, seconds=0)
     (fix,) = read_runs(tmp_path).select("10", what="fix")
     assert fix.ok and {"predicted", "tried", "by_hand", "again", "off"} <= fix.metrics.keys()
     assert fix.metrics["by_hand_losses"].startswith("the same")
+    (watched,) = read_runs(tmp_path).select("10", what="overhead")
+    assert [len(ms) for ms in watched.samples.values()] == [4, 4]
     assert "of 1 predicted steps are within 20%" in diagnosis_table.told(read_runs(tmp_path))
 
 

@@ -170,10 +170,3 @@ def test_a_lab_that_takes_too_long_is_ended(notebook, run, results_folder, limit
     code, said = run(notebook("sleeps"), timeout=limit)
     assert code == 1 and f"--timeout {2 * limit:g}" in said
     assert status_of(results_folder, "sleeps") == "timed out"
-
-
-def test_a_lab_that_sums_up_runs_last(run, monkeypatch):
-    order = []
-    monkeypatch.setattr(batch, "is_done", lambda lab, *_: order.append(lab.number) or True)
-    assert run("12", "11", "00")[0] == 0
-    assert order == ["11", "00", "12"]
