@@ -35,7 +35,8 @@
 # | `small` | a GPU of 8 GB | 2 minutes |
 # | `full` | a GPU of 40 GB | 4 minutes |
 #
-# Every scale reads the same 1080 × 1080 PNG files; only the model shrinks. Without a GPU, training and workers share the cores.
+# Every scale reads the same 1080 × 1080 PNG files; the model and its input shrink. Without a GPU, training and workers share the
+# cores.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits

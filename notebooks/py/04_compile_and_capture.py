@@ -92,9 +92,9 @@ recipes = lab04_climb.rungs_on(lab.device)
 lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, recipes))
 
 # %% [markdown]
-# One comparison measures every rung, and all sections take their numbers from it. Each round goes through the whole ladder,
-# there and back, and measures the stock loop at both ends: what the two differ by is noise. Where that can be more than 3 %,
-# the verdict on a time is *inconclusive: unsteady machine*. While *compile* takes its first step, nothing else compiles.
+# One comparison measures every rung, and all sections take their numbers from it. Each round goes through the whole ladder, every
+# second round backwards, and measures the stock loop at both ends: what the two differ by is noise. Where that can be more than 3
+# %, the verdict on a time is *inconclusive: unsteady machine*. While *compile* takes its first step, nothing else compiles.
 # `labutils/training/benchmark.py` is the code.
 #
 # Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. On a CPU the UNet is

@@ -124,8 +124,8 @@ def timed_all_reduce(device):
 
 
 # %% [markdown]
-# `DistributedDataParallel`, or *DDP*, gives each rank the whole model. It averages the gradients while `backward()` runs. Two
-# things are left to you: the same weights on every rank, and another share of the batch on each.
+# `DistributedDataParallel`, or *DDP*, gives each rank the whole model. It averages the gradients while `backward()` runs. It
+# also gives every rank the weights of rank 0. One thing is left to you: another share of the batch on each.
 
 
 # %%
@@ -232,8 +232,9 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %% [markdown]
 # **Measurement.** The course's loop does it with Stable Diffusion and Qwen3. One launch measures all that this lab needs:
-# `labutils/training/launch_worker.py` is what each rank runs. A round goes through all of a case's runs, there and back: one process
-# alone while the others wait, every rank *for itself* at once with nothing between them, DDP, FSDP, and one process again.
+# `labutils/training/launch_worker.py` is what each rank runs. Each round goes through all of a case's runs, every second round
+# backwards: one process alone while the others wait, every rank *for itself* at once with nothing between them, DDP, FSDP, and
+# one process again.
 
 # %%
 runs: list[Run] = []
@@ -280,8 +281,8 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # %% [markdown]
 # ## 3 · Send once, hold a share
 #
-# **Question.** DDP sends all gradients after each micro-batch, and holds the whole model on each GPU. What is gained by sending once a
-# step, and by holding $1/N$?
+# **Question.** DDP sends all gradients in each micro-batch's backward pass, and holds the whole model on each GPU. What is gained
+# by sending once a step, and by holding $1/N$?
 #
 # **Technique.** Inside `no_sync()` gradients only add up on their rank. A *communication hook* sees every bucket before it is sent:
 # here it counts.
@@ -360,8 +361,8 @@ lab.predict("exposed communication, all weights", my_exposed, "%")
 
 # %% [markdown]
 # **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. FSDP holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB. What is FSDP's on
-# two?
+# Adam's two averages. FSDP holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB. What is
+# FSDP's on two?
 
 # %%
 my_peak: float | None = None  # in GB
@@ -382,7 +383,7 @@ plt.show()
 
 # %% [markdown]
 # The picture is Stable Diffusion's. NCCL's kernels also run while they wait: a rank that is late shows as communication of the
-# others. On our H100s they are on the GPU for some 70 % of a step of *ddp, full*, more than half of that time beside
+# others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of that time beside
 # computation. 34 % of the traced steps is communication that nothing hides. In *ddp, lora* it is 1 %. *ddp, full* communicates
 # before its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for the other
 # rank. The profiler makes steps longer; the table's were timed without it.
@@ -506,7 +507,7 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # %% [markdown]
 # ## 6 · A rank dies
 #
-# **Question.** One of the processes is killed in the middle of a step. What is left, and can the others go on?
+# **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
 # **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. It says
 # nothing of ranks, so any number of ranks that divides the batch evenly can go on.
@@ -572,7 +573,7 @@ print(f"One process went on from step {begun}, to the weights that nothing had h
 # −15. With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again at its
 # step. `labutils/training/checkpoint.py` writes the course's checkpoints.
 #
-# **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on.
+# **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on that divides the batch.
 
 # %% [markdown]
 # ## Exercises
@@ -646,8 +647,9 @@ print(check("11.4", my_result))
 # - Rajbhandari et al., *ZeRO* (2019, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)); Zhao et al., *PyTorch FSDP* (2023,
 #   [arXiv:2304.11277](https://arxiv.org/abs/2304.11277)).
 # - NVIDIA: nccl-tests on [bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); NCCL's [environment
-#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
-# - PyTorch: [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html), [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). - PyTorch:
+# [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html),
+# [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 # - The course's [glossary](../docs/glossary.md).
 
 
