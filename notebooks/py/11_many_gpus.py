@@ -647,9 +647,8 @@ print(check("11.4", my_result))
 # - Rajbhandari et al., *ZeRO* (2019, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)); Zhao et al., *PyTorch FSDP* (2023,
 #   [arXiv:2304.11277](https://arxiv.org/abs/2304.11277)).
 # - NVIDIA: nccl-tests on [bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); NCCL's [environment
-#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html). - PyTorch:
-# [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html),
-# [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+#   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
+# - PyTorch: [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html), [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 # - The course's [glossary](../docs/glossary.md).
 
 
