@@ -49,7 +49,7 @@ def diagnosed(options: str, script: str = "plain_loop.py") -> Diagnosis:
         ("plain_loop.py", "--batch 1 --hidden 2048 --keep-batches", 2, {"batch size"}),
         ("plain_loop.py", "--log flush --keep-batches", 2, {"logging"}),
         ("trainer_script.py", PADDED, 2, {"padding"}),
-        ("written_out.py", WRITTEN_OUT, 3, {"precision", "attention"}),
+        ("written_out.py", WRITTEN_OUT, 2, {"precision", "attention"}),
     ],
 )
 def test_a_planted_bottleneck_is_named(script, options, first, names):

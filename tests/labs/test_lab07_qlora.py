@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from labutils.labs import lab07_qlora
-from labutils.labs.lab07_qlora import METHODS, ON_A_CPU, PACKED, QLORA, UNSLOTH
+from labutils.labs.lab07_qlora import COMPILED, METHODS, ON_A_CPU, PACKED, QLORA, UNSLOTH
 from labutils.labs.ladders import A3_BASE
 from labutils.profiling.trace import profile
 from labutils.recipe import Unavailable
@@ -97,6 +97,13 @@ def test_restoring_is_found_in_a_trace(texts, tmp_path):
         restored = lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path))
     with Trainer(texts["short"], A3_BASE) as trainer:
         assert lab07_qlora.restoring_kernels_ms(profile(trainer, 1, tmp_path)) == 0 < restored
+
+
+def test_the_rung_that_is_held_against_unsloth_has_its_rows_and_weights():
+    ours, theirs = COMPILED[lab07_qlora.LIKE_FOR_LIKE], UNSLOTH["unsloth, packed"][1]
+    for knob in ("shapes", "token_budget", "micro_batch", "rank", "predict", "optimizer"):
+        assert getattr(ours, knob) == getattr(theirs, knob), knob
+    assert (ours.base_linear, ours.checkpointing) == ("nf4-frozen", "blocks")
 
 
 def test_unsloth_is_not_asked_where_it_cant_run(texts, tmp_path, monkeypatch):

@@ -89,8 +89,7 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, monkeypatch):
     (fix,) = read_runs(tmp_path).select("10", what="fix")
     assert fix.ok and {"predicted", "tried", "by_hand", "again", "off"} <= fix.metrics.keys()
     assert fix.metrics["by_hand_losses"].startswith("the same")
-    (watched,) = read_runs(tmp_path).select("10", what="overhead")
-    assert [len(ms) for ms in watched.samples.values()] == [4, 4]
+    assert [len(ms) for ms in read_runs(tmp_path).one(what="overhead").samples.values()] == [4, 4]
     assert "of 1 predicted steps are within 20%" in diagnosis_table.told(read_runs(tmp_path))
 
 
