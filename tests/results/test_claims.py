@@ -110,7 +110,7 @@ def test_every_article_keeps_to_the_schema(file):
     ],
 )
 def test_a_mistake_in_a_file_is_found(change, word):
-    article = yaml.safe_load((FOLDER / "a1.yaml").read_text("utf-8"))
+    article = yaml.safe_load((FOLDER / "a1_stable_diffusion_lora.yaml").read_text("utf-8"))
     article["claims"][0] |= change
     with pytest.raises(jsonschema.ValidationError, match=word):
         jsonschema.validate(article, SCHEMA)
