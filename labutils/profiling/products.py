@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from labutils.profiling import cuda
 from labutils.profiling.call_stacks import Slice, enclosing
@@ -24,7 +25,7 @@ from labutils.profiling.trace import Trace
 FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
 _TYPED = re.compile(
     r"^aten::(mm|addmm|bmm|baddbmm|_?convolution\w*|cudnn_convolution\w*|mkldnn_convolution\w*|"
-    r"_scaled_dot_product\w+)$"
+    r"_scaled_dot_product\w+|masked_fill_?|where|add_?)$"
 )
 _FORWARD_ONLY = re.compile(r"aten::(linear|conv2d|scaled_dot_product_attention|matmul)$")
 _NODE = "autograd::engine::evaluate_function"
@@ -33,7 +34,8 @@ _NODE = "autograd::engine::evaluate_function"
 @dataclass(frozen=True)
 class Product:
     """`count` matrix products [m, k] x [k, n] side by side, in "fp32", "tf32", "bf16" or "fp16".
-    `turned`: which of the two matrices lie in memory column by column."""
+    `turned`: which of the two matrices lie in memory column by column. `causal`: an attention's
+    scores of which the upper half is masked."""
 
     m: int
     n: int
@@ -41,6 +43,7 @@ class Product:
     count: int = 1
     dtype: str = "fp32"
     turned: tuple[bool, bool] = (False, False)
+    causal: bool = False
 
     @property
     def flops(self) -> float:
@@ -77,9 +80,18 @@ def product_of(operator: Slice | None) -> Product | None:
     return Product(first[-2], second[-1], first[-1], count, dtype, (one, other))
 
 
-def products_at(trace: Trace, moments: Sequence[float]) -> list[Slice | None]:
-    """The operator of products that runs at each of `moments` (ascending), on any thread: one
-    thread computes at a time.
+def masks_queries(operator: Slice | None) -> bool:
+    """Whether an operator may mask an attention's scores, with a row for each query and the same
+    for all heads: so does a causal mask, and neither padding's nor a position's bias."""
+    shapes = [shape for shape in (operator.dims or () if operator else ()) if len(shape or ()) > 1]
+    scores = max(shapes, key=len, default=[])
+    alike = [s for s in shapes if s != scores and s[-2:] == scores[-2:] and s[-3:-2] in ([], [1])]
+    return bool(alike) and scores[-1] == scores[-2]
+
+
+def operators_at(trace: Trace, moments: Sequence[float]) -> list[Slice | None]:
+    """The operator of products, or of masks, that runs at each of `moments` (ascending), on any
+    thread: one thread computes at a time.
     """
     typed = [op for ops in trace.ops.values() for op in ops if _TYPED.match(op.name)]
     typed.sort(key=lambda operator: (operator.start, -operator.end))
@@ -227,7 +239,7 @@ def _attention(shape: Product, several: int, device: str, backward: bool) -> Cal
 
     def call() -> None:
         for _ in range(several):
-            out = torch.nn.functional.scaled_dot_product_attention(*inputs)
+            out = scaled_dot_product_attention(*inputs, is_causal=shape.causal)
             if backward:
                 torch.autograd.grad(out, inputs, q.detach())
 

@@ -52,7 +52,7 @@ COMPUTES_NOTHING = ("views and allocation", "other")
 
 _DATALOADER = "enumerate(DataLoader)"  # PyTorch's own mark of the time spent on the next batch
 _OPTIMIZER = "Optimizer.step#"  # and of an optimizer's step
-_HAS_SHAPES = re.compile("mm$|convolution|_scaled_dot_product")
+_HAS_SHAPES = re.compile("mm$|convolution|_scaled_dot_product|masked_fill|::where$|::add_?$")
 """Operators whose input shapes are kept; those of all others would only take memory."""
 _STEP = re.compile(r"ProfilerStep#(\d+)")
 _LAUNCH, _ANY_LAUNCH = re.compile("cu(da)?Launch"), re.compile("cu(da)?(Graph)?Launch")

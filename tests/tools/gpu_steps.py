@@ -28,9 +28,9 @@ class Steps:
         self.events.append(slice_("cuda_runtime", name, start, end, correlation=correlation))
 
     def _work(self, kind, name, gpu, earliest, **args):
-        """One piece of the device's work, after everything before it."""
+        """One piece of the device's work, 1.5 us after everything before it."""
         self.correlation += 1
-        start = max(earliest, self.done)
+        start = max(earliest, self.done + 1.5)
         self.done = start + gpu
         args |= {"stream": 7, "device": 0, "correlation": self.correlation}
         self.events.append(slice_(kind, name, start, self.done, 7, **args) | {"pid": 0})

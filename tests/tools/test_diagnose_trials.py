@@ -42,7 +42,7 @@ def test_attention_that_is_written_out_is_named_with_its_line():
     assert "written out 2 times" in fix.reason
     (edit,) = edits(fix, (path,))
     line = Path(path).read_text("utf-8").splitlines()[int(edit.place.rpartition(":")[2]) - 1]
-    assert "softmax" in line and "scaled_dot_product_attention(q, k, v)" in edit.now
+    assert "softmax" in line and "scaled_dot_product_attention(q, k, v, is_causal=True)" in edit.now
     precision = replace(fix, name="precision", facts={"best": "bf16"}, do="with autocast(): here")
     (edit,) = edits(precision, (path,))
     assert edit.now.startswith("with autocast():\n    logits = model(") and "loss = " in edit.now

@@ -31,7 +31,8 @@ class Piece:
     device), `ms` of the device, and the host's part in it, in milliseconds.
 
     `product` where it is known to be one; `fill`: how much of the GPU it fills (1 and more: all of
-    it); `dtype`: what an attention or convolution computes in, where it is known.
+    it); `dtype`: what an attention or convolution computes in, where it is known; `masks`: whether
+    it may be an attention's causal mask.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Piece:
     product: Product | None = None
     dtype: str = ""
     fill: float = 1.0
+    masks: bool = False
 
     def but(self, **changes: Any) -> Piece:
         return replace(self, **changes)
@@ -55,11 +57,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Queue:
-    """The pieces of `steps` optimizer steps. `takes_turns`: one does host's and device's work."""
+    """The pieces of `steps` optimizer steps. `takes_turns`: one does host's and device's work.
+    `gap_ms`: what the device takes from one piece to the next."""
 
     pieces: tuple[Piece, ...]
     steps: int = 1
     takes_turns: bool = False
+    gap_ms: float = 0.0
 
     def having(self, pieces: Iterable[Piece]) -> Queue:
         """The same steps with other pieces."""
@@ -93,8 +97,9 @@ class Queue:
     def _parts(self) -> list[tuple[float, float, float, bool]]:
         """Of each piece: what the host waits for or writes, its own milliseconds, the device's, and
         whether it then waits. Read once, as a search replays them many times."""
-        pieces, turns = self.pieces, self.takes_turns
-        return [(p.data_ms + p.log_ms, p.host_ms, p.ms, turns or bool(p.waits)) for p in pieces]
+        turns, gap_ms = self.takes_turns, self.gap_ms
+        rows = ((p, p.ms + (gap_ms if p.ms else 0.0)) for p in self.pieces)
+        return [(p.data_ms + p.log_ms, p.host_ms, ms, turns or bool(p.waits)) for p, ms in rows]
 
     def total(self, part: str, *phases: str) -> float:
         """Milliseconds a step of one of the pieces' parts ("ms", "host_ms", "data_ms", "log_ms").
