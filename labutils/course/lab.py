@@ -323,7 +323,7 @@ class Lab:
         sources = records.told_sources()
         known = {"sources": sources} if sources else {}
         stamp = {"parameters": self.parameters, "seconds": seconds, "commit": records.commit()}
-        self._results.done(self.number, **stamp, **known)
+        self._record(status="done", **stamp, **known)
         verdicts = f"labutils report --results {shlex.quote(_short(self.results_dir))}"
         self.show(f"Lab {self.number} is done, after {seconds:.0f} s. All verdicts: `{verdicts}`")
 

@@ -16,8 +16,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from labutils.recipe import is_number
-
 NEAR = 2.0
 """Within this factor a prediction counts as near."""
 KINDS = {"x": "factors", "%": "shares and changes", "ms": "times", "us": "times", "s": "times"}
@@ -30,20 +28,17 @@ def scores_of(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     Columns: lab, topic, unit, predicted, measured (NaN where the lab has not ended, or couldn't),
     `on` (our GPU, where it was scored against ours), the `kind` of what was asked, the `factor`
     predicted / measured (NaN where one isn't above 0), and `off`, the factor by which it is off,
-    whichever way: 1 or more. Records that hold no numbers are passed over: files are edited by
-    hand, too.
+    whichever way: 1 or more.
     """
     scores: dict[tuple[str, str], tuple[str, float, float, str]] = {}
     for record in records:
-        lab, topic, unit = (record.get(name) for name in ("lab", "topic", "unit"))
-        status, value, measured = (record.get(name) for name in ("status", "value", "measured"))
-        if not all(isinstance(word, str) for word in (lab, topic, unit)) or not is_number(value):
+        if (status := record.get("status")) not in ("prediction", "score"):
             continue
+        asked = record["lab"], record["topic"]
         if status == "prediction":
-            scores.pop((lab, topic), None)  # so that it takes its place at the end
-            scores[lab, topic] = (unit, float(value), np.nan, "")
-        elif status == "score" and is_number(measured):
-            scores[lab, topic] = (unit, float(value), float(measured), str(record.get("on", "")))
+            scores.pop(asked, None)  # so that it takes its place at the end
+        numbers = float(record["value"]), float(record.get("measured", np.nan))
+        scores[asked] = (record.get("unit", ""), *numbers, record.get("on", ""))
     rows = [(*asked, *score) for asked, score in scores.items()]
     frame = pd.DataFrame(rows, columns=["lab", "topic", "unit", "predicted", "measured", "on"])
     above_0 = (frame["predicted"] > 0) & (frame["measured"] > 0)

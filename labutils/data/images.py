@@ -75,9 +75,8 @@ def leaf_images(
     folder = Path(cache_dir) / "leaves" / f"{kind}-v{generated_images.LEAF_VERSION}"
     paths = generated_images.draw_leaves(folder, count, varied_for)
     classes = datasets.ClassLabel(names=list(generated_images.LEAF_CLASSES))
-    return _rows(
-        paths, "labels", [generated_images.leaf_class(index) for index in range(count)], classes
-    )
+    labels = [generated_images.leaf_class(index) for index in range(count)]
+    return _rows(paths, "labels", labels, classes)
 
 
 def leaf_sizes(
@@ -88,14 +87,10 @@ def leaf_sizes(
     if data == "hub":
         images = leaf_images(cache_dir, count, data, varied_for)
         return list(zip(image_sizes(images), images.with_format(None)["labels"], strict=True))
-    side = generated_images.LEAF_SIDE
-    return [
-        (
-            generated_images.varied_size(index, varied_for)[::-1] if varied_for else (side, side),
-            generated_images.leaf_class(index),
-        )
-        for index in range(count)
-    ]
+    sizes = [(generated_images.LEAF_SIDE,) * 2] * count
+    if varied_for:
+        sizes = [generated_images.varied_size(index, varied_for)[::-1] for index in range(count)]
+    return [(size, generated_images.leaf_class(index)) for index, size in enumerate(sizes)]
 
 
 def _rows(paths: list[Path], name: str, values: list, kind: Any) -> datasets.Dataset:

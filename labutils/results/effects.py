@@ -139,12 +139,6 @@ def time_effect(base: Run, changed: Run, again: Run | None = None) -> Effect | N
         return None
 
 
-def break_even(extra: float, saved: float) -> float:
-    """Steps after which a method that takes `extra` more at first and saves `saved` a step, in the
-    same unit, has caught up; infinite where it saves nothing."""
-    return extra / saved if saved > 0 else math.inf
-
-
 def interval(run: Run, metric: str) -> tuple[float, float, float]:
     """A metric's median and its interval. A time without samples is sure to `STEADY` only."""
     samples = _samples(run, metric)

@@ -301,14 +301,14 @@ def _band(numbers: Sequence[float], how: Mapping[str, Any]) -> tuple[float, floa
 
 
 def _break_even(claim: Claim, runs: Runs, step: Effect) -> Judgement:
+    """After how many steps the milliseconds that each saves have paid for the slower start."""
     starts = [metric_of(_run(claim, runs, role), "first_step_s") for role in ("base", "changed")]
     if step.direction >= 0:
         verdict = REFUTED if step.direction > 0 else INCONCLUSIVE
         return _conclude(claim, verdict, {"": step}, "No step is surely saved.")
     extra = 1e3 * (starts[1] - starts[0])
-    low, steps, high = (
-        effects.break_even(extra, step.base * (1 - x)) for x in (step.low, step.value, step.high)
-    )
+    saved = (step.base * (1 - x) for x in (step.low, step.value, step.high))
+    low, steps, high = (extra / ms if ms > 0 else math.inf for ms in saved)
     wanted, factor = claim.published[0], claim.how["tolerance"]
     verdict = _settle([_inside(low, high, wanted / factor, wanted * factor)])
     judgement = _conclude(claim, verdict, {"": step}, f"{shown(extra)} ms more at first.")

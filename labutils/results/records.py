@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from labutils.recipe import Unavailable
+from labutils.recipe import Unavailable, is_number
 from labutils.results.schema1_migration import Tag, number_today, tags_of
 
 if TYPE_CHECKING:
@@ -51,6 +51,9 @@ PACKAGES = (
 RETIRED = ("attention", "gradient_as_bucket_view", "static_graph")
 """Knobs that recipes on record have, and today's don't. (Some recipes there also have values that
 are gone, as optimizer="adamw-paged": they are read and judged, but make no `Recipe`.)"""
+
+LATER = "has a later schema: update labutils with `git pull && make install`"
+"""What is wrong with a line that a newer labutils wrote."""
 
 SOURCES = "LABUTILS_SOURCES"
 """The variable in which `labutils run` tells a lab's kernel digests of what it is made of."""
@@ -257,12 +260,12 @@ def summarise(samples: Sequence[float]) -> dict[str, float]:
 
 
 class Results:
-    """A results.jsonl that is only ever appended to. Raises `PermissionError` or
-    `NotADirectoryError` at once if it can't be."""
+    """A results.jsonl that is only ever appended to. Raises `OSError` at once if it can't be."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder) / "results.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        _check_no_pipe(self.path)
         with self.path.open("ab"):
             pass
 
@@ -278,10 +281,6 @@ class Results:
             file.write((b"\n" if _is_cut_off(file) else b"") + line + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def done(self, lab: str, **stamp: Any) -> None:
-        """Mark the lab as run to its end."""
-        self.append({"lab": lab, "status": "done", "at": now()} | stamp)
 
 
 def _is_cut_off(file: IO[bytes]) -> bool:
@@ -305,17 +304,25 @@ class Reading:
     migrated: int = 0
 
     def complaint(self) -> str:
-        """Which lines were passed over and why, and what to type; empty where none was."""
+        """How many lines were passed over, the first of each kind, and what to type; empty where
+        none was."""
         if not self.passed_over:
             return ""
         count, of = len(self.passed_over), len(self.passed_over) + len(self.records)
-        shown = "; ".join(f"line {line} {why}" for line, why in self.passed_over[:3])
-        rest = f"; and {count - 3} more" if count > 3 else ""
+        first = {why: line for line, why in reversed(self.passed_over)}
+        told = [f"line {line} {why}" for line, why in sorted((n, why) for why, n in first.items())]
+        again = " To measure again: labutils run LAB --force --results "
+        again += shlex.quote(str(self.path.parent))
         return (
-            f"{self.path}: {count} of {of} lines can't be used ({shown}{rest}). The file was left "
-            "as it is. To measure them again: labutils run LAB --force --results "
-            f"{shlex.quote(str(self.path.parent))}"
+            f"{self.path}: {count} of {of} lines can't be used. The first of each kind: "
+            f"{'; '.join(told)}. The file was left as it is.{again * (first.keys() != {LATER})}"
         )
+
+
+def _check_no_pipe(path: Path) -> None:
+    """Raise `OSError` for a pipe or a device: who opens a pipe waits for another to write."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise OSError(f"{path.name} is a pipe or a device, and not a regular file")
 
 
 def read_file(path: Path) -> Reading:
@@ -323,15 +330,18 @@ def read_file(path: Path) -> Reading:
     can't be read.
     """
     try:
+        _check_no_pipe(path)
         lines = path.read_text("utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ValueError(
-            f"{path} can't be read: {(error.strerror or str(error)).lower()}. Name results that "
-            "you may read, as in: --results results/NAME"
+            f"{path} can't be read: {error.strerror or error}. So no results can be shown. Name a "
+            "folder that a lab wrote to, as in: --results results/NAME. To make one: labutils run"
         ) from None
     records, passed_over, migrated = [], [], 0
     for number, line in enumerate(lines, 1):
-        read = _record_of(line) if line.strip() else None
+        # Some editors put a byte-order mark first, which `cat` then puts before other lines, too.
+        line = line.lstrip("\ufeff").strip()
+        read = _record_of(line) if line else None
         if isinstance(read, dict):
             migrated += read.get("schema") == 1
             records.append(read | {"schema": SCHEMA})
@@ -385,23 +395,22 @@ def _record_of(line: str) -> dict[str, Any] | str:
     try:
         numbers = dict.fromkeys(("parse_constant", "parse_float", "parse_int"), _finite)
         record = json.loads(line, **numbers)
-    except json.JSONDecodeError:
-        cut_off = line.startswith("{") and not line.rstrip().endswith("}")
+    except json.JSONDecodeError as error:
+        cut_off = line[0] == "{" and (line[-1] != "}" or error.pos == len(line))
         return "is cut off, as by a run that was stopped" if cut_off else "is not JSON"
     except (ValueError, RecursionError):  # also lists nested without end
         return "is beyond limits: NaN, infinity, too large a number or too deep a list"
     if not isinstance(record, dict):
         return "is no JSON object"
-    if record.get("schema", SCHEMA) not in (1, SCHEMA):
-        return f"has schema {record['schema']!r:.40}, and this version reads 1 and {SCHEMA}"
-    lab, run = record.get("lab"), record.get("run")
-    if not record.get("tags") and isinstance(lab, str) and isinstance(run, str) and lab:
-        record["tags"] = tags_of(lab, run)
-    if record.get("schema") == 1 and isinstance(lab, str):
-        record["lab"] = number_today(lab, record.get("tags", {}).get("experiment"))
-    if not (wrong := _unsound(record)) and "recipe" in record:
+    if wrong := _unsound(record):
+        return wrong
+    if "run" in record and not record.get("tags"):
+        record["tags"] = tags_of(record["lab"], record["run"])
+    if record.get("schema") == 1:
+        record["lab"] = number_today(record["lab"], record.get("tags", {}).get("experiment"))
+    if "recipe" in record:
         record["recipe"] = {k: v for k, v in record["recipe"].items() if k not in RETIRED}
-    return wrong or record
+    return record
 
 
 def _finite(word: str) -> float | int:
@@ -411,14 +420,25 @@ def _finite(word: str) -> float | int:
     return int(word) if word.lstrip("-").isdigit() else number
 
 
+_PARTS = dict.fromkeys(("status", "topic", "unit", "on"), str) | {"parameters": dict}
+_PARTS |= {name: type(empty) for name, empty in vars(Run("", "")).items()}
+_PARTS |= dict.fromkeys(("value", "measured", "seconds"), float)
+"""What each part is of a run, of a prediction or its score, and of a lab's end."""
+_KINDS = {str: "text", dict: "object", float: "number"}
+_NEEDED = {"done": (), "prediction": ("topic", "value"), "score": ("topic", "value", "measured")}
+"""Status -> what a record of it can't do without, besides its lab; all others are runs."""
+
+
 def _unsound(record: Mapping[str, Any]) -> str:
     """What is wrong with a record's parts, empty where nothing is: hands edit files, too."""
-    for key in ("lab", "run", "lane", "status", "scale"):
-        if not isinstance(record.get(key, None if key == "lab" else ""), str):
-            return f"has no text as its {key}"
-    for key in ("recipe", "metrics", "samples", "machine", "tags"):
-        if not isinstance(record.get(key, {}), dict):
-            return f"has no object as its {key}"
+    schema = record.get("schema", SCHEMA)
+    if not is_number(schema) or schema not in (1, SCHEMA):
+        return LATER if is_number(schema) and schema > SCHEMA else "has a schema that never was"
+    needed = ("lab", *_NEEDED.get(str(record.get("status")), ("run",)))
+    for name, kind in _PARTS.items():
+        part = record.get(name, None if name in needed else kind())
+        if not (is_number(part) if kind is float else isinstance(part, kind)):
+            return f"has no {_KINDS[kind]} as its {name}"
     if not all(isinstance(tag, str | int | float) for tag in record.get("tags", {}).values()):
         return "has a tag that is neither text nor number"
     if record.get("beside"):  # an earlier version ran labs side by side if asked to

@@ -70,17 +70,11 @@ def result_files(results: Path | None) -> list[Path]:
     only the reference.
     """
     place = records.named(results or os.environ.get("LABUTILS_RESULTS") or REPOSITORY / "results")
-    if os.path.isfile(place):  # Path.is_file raises OSError for a name that is too long
-        return [place]
-    if os.path.isfile(place / "results.jsonl"):
-        return [place / "results.jsonl"]
-    files = records.files_below(place) if os.path.isdir(place) else []
-    if not files and results is not None:
-        problem = "has no results.jsonl" if os.path.exists(place) else "does not exist"
-        raise ValueError(
-            f"{place} {problem}, so there are no results to read. Name the folder that a lab wrote "
-            "to, as in: --results results/NAME. To make one: labutils run"
-        )
+    in_folder = os.path.isdir(place)  # Path.is_dir raises OSError for a name that is too long
+    own = place / "results.jsonl" if in_folder else place
+    files = [own] if os.path.isfile(own) else records.files_below(place) if in_folder else []
+    if not files and (results is not None or os.path.lexists(own)):
+        records.read_file(own)  # raises, and says what is there instead
     return files
 
 
@@ -88,13 +82,14 @@ def files_beside(folder: Path, lab: str) -> list[Path]:
     """The results files that `lab`, kept in `folder`, sums up.
 
     If other labs are kept in the same folder, it is that folder's file. Else it is all files under
-    results/ of this checkout.
+    results/ of this checkout, and that folder's file where it has lines that can't be used.
     """
-    own = folder / "results.jsonl"
-    if any(record.get("lab") != lab for record in records.read_records(own)):
-        return [own]
+    own = records.read_file(folder / "results.jsonl")
+    if any(record["lab"] != lab for record in own.records):
+        return [own.path]
     others = records.files_below(REPOSITORY / "results")
-    return [path for path in others if path.parent.resolve() != folder]
+    others = [path for path in others if path.parent.resolve() != folder]
+    return others + [own.path] * bool(own.passed_over)
 
 
 def read_page(files: Iterable[Path]) -> Page:

@@ -80,6 +80,8 @@ page = report.read_page(files)
 board = lab12_scoreboard.scoreboard(page.judgements)
 lab.table(lab12_scoreboard.on_record(page.here, page.labs_done, titles))
 print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.files) or "nothing yet")
+for complaint in page.passed_over:
+    print("Passed over:", complaint)
 
 # %% [markdown]
 # **Takeaway.** A verdict holds for one machine, one scale and one day.

@@ -66,11 +66,6 @@ def test_the_last_prediction_counts_and_forgets_an_older_score():
     assert scores_of([*records, record("score", 3, 4)])["measured"].iloc[-1] == 4
 
 
-@pytest.mark.parametrize("odd", ["3", True, float("nan"), float("inf"), 10**400, [1]])
-def test_what_is_no_number_is_passed_over(odd):
-    assert scores_of([record("prediction", odd), record("score", 1, odd), {"lab": 3}]).empty
-
-
 def test_summaries_begin_with_what_is_misjudged_most():
     pairs = [(10, 5, "ms"), (4, 8, "s"), (30, 10, "us"), (9, 1, "%"), (0, 5, "x"), (1, None, "x")]
     records = [

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from labutils import cli
+from labutils.course import predictions
 from labutils.results import records
-from labutils.results.records import Results, Run, Runs, read_file, read_runs, to_frame
+from labutils.results.records import REFERENCE, Results, Run, Runs, read_file, read_runs, to_frame
 from labutils.results.schema1_migration import tags_of
+from labutils.tools.handouts import documents
+from labutils.tools.run import NOTEBOOKS
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 words = st.text(st.characters(codec="utf-8"), max_size=20)
@@ -30,23 +36,7 @@ runs = st.builds(
 )
 
 
-def folder_with(content: list[Run]) -> Path:
-    folder = Path(tempfile.mkdtemp())
-    kept = Results(folder)
-    for run in content:
-        kept.append(run)
-    return folder
-
-
 # Tags
-
-
-@settings(max_examples=30)
-@given(st.lists(runs, max_size=4))
-def test_what_is_kept_is_read_back_the_newest_winning(content):
-    read = read_runs(folder_with(content))
-    assert list(read) == list(Runs(content))
-    assert len({(run.lab, json.dumps(run.tags, sort_keys=True)) for run in content}) >= len(read)
 
 
 def test_runs_are_selected_by_their_tags():
@@ -91,17 +81,20 @@ def test_names_of_schema_1_get_tags(lab, name, expected):
 @settings(max_examples=30)
 @given(st.lists(runs, min_size=1, max_size=4), st.data())
 def test_a_file_cut_anywhere_keeps_what_was_whole_and_takes_more(content, data):
-    folder = folder_with(content)
-    file = folder / "results.jsonl"
-    whole = file.read_bytes()
+    kept = Results(tempfile.mkdtemp())
+    for run in content:
+        kept.append(run)
+    whole = kept.path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)), label="cut")
-    file.write_bytes(whole[:cut])
+    kept.path.write_bytes(whole[:cut])
     complete = whole[:cut].count(b"\n") + (cut > 0 and whole[cut : cut + 1] == b"\n")
     after = Run("04", "after", tags={"experiment": "after"})
-    Results(folder).append(after)
-    read = records.read_records(folder)
-    assert read[:complete] == [run.record() for run in content[:complete]]
-    assert read[complete:] == [after.record()]
+    kept.append(after)
+    read = records.read_records(kept.path)
+    assert read == [run.record() for run in (*content[:complete], after)]
+    newest = read_runs(kept.path)
+    assert list(newest) == list(Runs([*content[:complete], after]))
+    assert len({(r.lab, json.dumps(r.tags, sort_keys=True)) for r in newest}) == len(newest)
 
 
 def test_several_processes_append_to_one_file_at_once(tmp_path):
@@ -125,56 +118,105 @@ def test_several_processes_append_to_one_file_at_once(tmp_path):
     assert all(run.samples["ms"] == [run.tags["at"] + 0.5] * 20_000 for run in read)
 
 
-LINES = (
-    ('{"schema": 1, "lab": "03", "run": "workers=3"}', ""),
-    ('{"schema": 3, "lab": "03", "run": "x", "tags": {"experiment": "x"}}', "schema 3"),
-    ('{"schema": 2, "lab": "03", "run": "work', "cut off"),
-    ("hello", "JSON"),
-    ("[1, 2]", "object"),
-    ('{"run": "x"}', "lab"),
-    ('{"lab": "03", "run": 3}', "run"),
-    ('{"lab": "03", "run": "x", "metrics": [1]}', "metrics"),
-    ('{"lab": "03", "run": "x", "tags": {"experiment": []}}', "tag"),
-    ('{"schema": 2, "lab": "03", "run": "x", "beside": 3}', "other labs"),
-    ('{"lab": "03", "at": ' + "9" * 5000 + "}", "limits"),
-    ('{"lab": "03", "metrics": {"step_ms": 1' + "0" * 400 + "}}", "limits"),
-    ('{"lab": "03", "metrics": {"step_ms": NaN}}', "limits"),
-    ('{"lab": "03", "metrics": {"step_ms": 1e999}}', "limits"),  # JSON's way to infinity
-    ("[" * 100_000, "limits"),
-    ('{"schema": 2, "lab": "03", "run": "by hand, no tags", "invented": 1}', ""),
-    ('{"schema": 2, "lab": "03", "status": "done"}', ""),
-)
-"""A line of a results file, and the word that says what is wrong with it; "" where nothing is."""
+OURS = [line for line in REFERENCE.read_text().splitlines() if '"lab": "01"' in line]
+END = json.loads(OURS[-1]) | {"seconds": 30}
+RUN = json.loads(OURS[0]) | {"commit": END["commit"]}
+SCORE = {"lab": "01", "status": "score", "topic": "t", "value": 3, "unit": "s", "measured": 4}
+LINES = [
+    ('\ufeff{"schema": 1, "lab": "03", "run": "workers=3"}', ""),
+    ('{"lab": "03", "run": "by\u2028hand\x85", "invented": 1}', ""),
+    ('{"lab": "01", "run": "", "metrics": {"a": [null]}, "machine": {"gpu": [3]}}', ""),
+    ('{"lab": "02\\u001b[2J[/]", "status": "done", "parameters": {"a": [null]}}', ""),
+    ("hello", "is not JSON"),
+    ("[1, 2]", "is no JSON object"),
+    ('{"schema": 3, "lab": "03", "run": "x"}', "a later schema"),
+    ('{"schema": "2", "lab": "03", "run": "x"}', "a schema that never was"),
+    ('{"run": "x"}', "no text as its lab"),
+    ('{"lab": "03", "metrics": {}}', "no text as its run"),
+    ('{"lab": "03", "status": "prediction", "topic": "t"}', "no number as its value"),
+    ('{"lab": "03", "run": "x", "tags": {"experiment": []}}', "a tag that is neither"),
+    ('{"lab": "03", "run": "x", "beside": 3}', "other labs"),
+    *((f'{{"at": {odd}}}', "limits") for odd in ("9" * 5000, "NaN", "1e999", "[" * 100_000)),
+    ('{"schema": 2, "lab": "03", "tags": {"experiment": "x"}', "is cut off"),
+    *(
+        (json.dumps(record | {name: odd}), f"as its {name}")
+        for record in (RUN, SCORE, END)
+        for name in record.keys() - {"schema", "sources"}
+        for odd in ("text", 7, None, True, [1], {"a": 1})
+        if type(odd) is not type(record[name])
+    ),
+    ('{"schema": 2, "lab": "03", "run": "work', "is cut off"),
+]
+"""A line of a results file, and the words that say what is wrong with it; "" where nothing is."""
 
 
-def test_each_line_that_can_not_be_used_is_named_and_nothing_is_lost(tmp_path):
-    file = tmp_path / "results.jsonl"
-    file.write_text("\n".join(line for line, _ in LINES) + "\n")
-    before = file.read_bytes()
-    reading = read_file(file)
-    assert [r.get("run", r.get("status")) for r in reading.records] == [
-        *("workers=3", "by hand, no tags", "done")
-    ]
-    assert {record["schema"] for record in reading.records} == {records.SCHEMA}
-    assert reading.migrated == 1
-    workers, by_hand = records.runs_of(reading.records)
+@pytest.fixture(params=["report", "handouts", "lab 12"])
+def reader(request, tmp_path, monkeypatch, capsys):
+    """What a reader says of these lines, without drawing a page."""
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(REFERENCE.with_name("01_lora_math.ipynb"), tmp_path / "notebooks")
+    monkeypatch.setattr(records, "REPOSITORY", tmp_path)
+    for slow in ("page", "pdf", "course"):
+        monkeypatch.setattr(documents, slow, lambda *_: "")
+
+    def says(*lines: str) -> str:
+        (tmp_path / "results.jsonl").write_text("\n".join(lines))
+        if request.param == "lab 12":
+            cells = (NOTEBOOKS / "py" / "12_scoreboard.py").read_text().split("# %%\n")
+            lab = SimpleNamespace(number="12", results_dir=tmp_path, table=print)
+            known = {"lab": lab, "read": str(tmp_path)}
+            exec(cells[2] + cells[3], known)  # all imports, and what is on record
+            predictions.scores_of(known["page"].records)
+        else:
+            cli.main([request.param, "--results", str(tmp_path)])
+        assert (tmp_path / "results.jsonl").read_text() == "\n".join(lines)
+        return "".join(capsys.readouterr())
+
+    return says
+
+
+SHOWN = ("to their end: 01", "1 labs, student", "run to its end")
+
+
+def test_each_reader_names_each_damage_and_shows_what_is_sound(reader, tmp_path):
+    said = reader("\ufeff" + OURS[0], *OURS[1:], *(line for line, _ in LINES))
+    wrong = [(at, word) for at, (_, word) in enumerate(LINES, len(OURS) + 1) if word]
+    assert f"{tmp_path}/results.jsonl: {len(wrong)} of {len(OURS) + len(LINES)} lines" in said
+    assert not [word for _, word in wrong if word not in said] and "\x1b" not in said
+    assert f"labutils run LAB --force --results {tmp_path}" in said
+    assert [word for word in SHOWN if word in said]
+    reading = read_file(tmp_path / "results.jsonl")
+    for (line, why), (at, word) in zip(reading.passed_over, wrong, strict=True):
+        assert line == at and word in why
+    assert reading.migrated == 1 and {r["schema"] for r in reading.records} == {records.SCHEMA}
+    workers, by_hand, _ = records.runs_of(reading.records[len(OURS) :])
     assert workers.tags == {"experiment": "workers", "workers": 3}
-    assert by_hand.tags == {"experiment": "by hand, no tags"}
-    wrong = [(at, word) for at, (_, word) in enumerate(LINES, 1) if word]
-    assert [at for at, _ in reading.passed_over] == [at for at, _ in wrong]
-    for (_, said), (_, word) in zip(reading.passed_over, wrong, strict=True):
-        assert word in said
-    told = reading.complaint()
-    assert str(file) in told and "line 2 has schema 3" in told
-    assert f"labutils run LAB --force --results {tmp_path}" in told
-    Results(tmp_path).append(Run("03", "later", tags={"experiment": "later"}))
-    assert file.read_bytes().startswith(before)
-    assert read_runs(tmp_path).one(experiment="later")
+    assert by_hand.tags == {"experiment": "by\u2028hand\x85"}
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
-def test_a_line_separator_inside_a_text_does_not_end_its_record(separator):
-    assert read_runs(folder_with([Run("00", f"a{separator}b")]))
+def test_a_later_schema_takes_a_newer_labutils(reader):
+    later = [line.replace('"schema": 2', '"schema": 3') for line in OURS]
+    for lines in (later, [*OURS[:-1], later[-1]]):
+        said = reader(*lines)
+        assert "git pull && make install" in said
+        assert not [word for word in ("--force", *SHOWN) if word in said]
+
+
+@pytest.mark.parametrize("tool", ["report", "handouts", "run"])
+def test_what_can_be_no_results_file_is_said(tool, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = {"pipe": "not a regular file", "folder": "directory", "loop": "symbolic links"}
+    for name in words:
+        os.mkdir(name)
+    os.mkfifo("pipe/results.jsonl")
+    os.mkdir("folder/results.jsonl")
+    os.symlink("results.jsonl", "loop/results.jsonl")
+    if tool != "run":  # which makes what is not there
+        words |= {"nothing": "No such file", "x" * 300: "too long", "pipe/results.jsonl": "a pipe"}
+    for place, word in words.items():
+        assert cli.main([tool, "--results", place]) == 2
+        said = capsys.readouterr()
+        assert not said.out and place in said.err and word in said.err and "--results " in said.err
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

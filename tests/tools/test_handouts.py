@@ -169,9 +169,8 @@ def test_strangers_markdown_stays_text_and_odd_records_do_no_harm(tmp_path, caps
     found, out = changed(tmp_path, planted_lab.make_hostile), tmp_path / "out"
     stamp = {"schema": 2, "lab": "42", "commit": "c0ffee123456"}
     odd = [
-        stamp | {"machine": {"cpu": planted_lab.HOSTILE, "cores": "many"}},
+        stamp | {"run": "odd", "machine": {"cpu": planted_lab.HOSTILE, "cores": "many"}},
         stamp | {"at": "yesterday", "status": "done"},
-        stamp | {"at": 3, "status": "done", "parameters": [1]},
         stamp | {"lab": "43", "at": "2026-11-20T10:20:30+00:00", "status": "done"},
     ]
     name = "x" * 300 + ".png"  # that no file can have

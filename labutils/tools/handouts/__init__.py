@@ -27,11 +27,11 @@ from nbformat import NotebookNode
 from labutils.course.recorded import cells_of_an_older_edition
 from labutils.course.solutions import with_solutions
 from labutils.results import records, report
+from labutils.results.records import Reading
 from labutils.tools.handouts import documents, editions, index
 from labutils.tools.handouts.documents import Chapter
 from labutils.tools.run.arguments import NOTEBOOKS, UsageError, path_of
 
-Records = Sequence[dict[str, Any]]
 MADE, A_LAB_LEFT_OUT, WRONG_USAGE = 0, 1, 2
 NEVER = datetime.fromtimestamp(0, UTC)
 """Stands for a time that nobody wrote down."""
@@ -49,8 +49,9 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
     be made.
     """
     try:
-        folder = _folder(results)
-        known = records.read_records(folder)
+        known = _results(results)
+        records.check_usable([known])
+        folder = known.path.parent
         default = records.REPOSITORY / "results" / "handouts" / folder.resolve().name
         target = records.named(out or default)
         there = _notebooks_in(folder)
@@ -65,6 +66,8 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
         return WRONG_USAGE
     for name, why in left_out.items():
         print("Left out:", records.plain(" ".join(f"{name}: {why}".split())))
+    if known.passed_over:
+        print("Passed over:", records.plain(known.complaint()))
     count = sum(path.name not in left_out for path in paths)
     if not count:
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
@@ -74,17 +77,16 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
     return A_LAB_LEFT_OUT if left_out else MADE
 
 
-def _folder(asked: Path | None) -> Path:
-    """The results folder meant, which has executed notebooks. Raises `ValueError` that says what to
-    type where there is none."""
-    folders = [file.parent for file in report.result_files(asked)]
-    folders = [folder for folder in folders if _notebooks_in(folder)]
-    if not folders:
+def _results(asked: Path | None) -> Reading:
+    """The results meant, which have executed notebooks beside them. Raises `ValueError` that says
+    what to type where there are none."""
+    files = [file for file in report.result_files(asked) if _notebooks_in(file.parent)]
+    if not files:
         raise ValueError(
             "There are no executed notebooks beside the results. Run the labs (labutils run), or "
             "take ours: labutils handouts --results reference/h200"
         )
-    return folders[-1]
+    return records.read_file(files[-1])
 
 
 def _notebooks_in(folder: Path) -> list[Path]:
@@ -93,7 +95,7 @@ def _notebooks_in(folder: Path) -> list[Path]:
 
 
 def _make(
-    edition: str, paths: Sequence[Path], known: Records, place: Path, with_course: bool
+    edition: str, paths: Sequence[Path], known: Reading, place: Path, with_course: bool
 ) -> dict[str, str]:
     """Write one edition of every lab into `place`; (file's name -> why it is left out). Raises
     `OSError`, and `RuntimeError` of the index."""
@@ -138,14 +140,14 @@ def pages_of(folder: Path, executed: Sequence[Path]) -> dict[str, str]:
     """Write an HTML page beside each of these notebooks of a results folder, whatever became of its
     run; (notebook's name -> why it has none). Raises `OSError` or `ImportError`."""
     left_out: dict[str, str] = {}
-    known = records.read_records(folder)
+    known = records.read_file(folder / "results.jsonl")
     pages = {path.name for path in _notebooks_in(folder)}
     chapter = partial(_chapter, known=known, edition=editions.EXECUTED)
     _made(lambda path: documents.page(chapter(path), path.parent, pages), executed, left_out)
     return left_out
 
 
-def _chapter(path: Path, known: Records, edition: str) -> Chapter:
+def _chapter(path: Path, known: Reading, edition: str) -> Chapter:
     """Raises `Mismatch` where the file is no notebook; and, for an edition that is given out, where
     it was not run to its end, or its records are of another run."""
     try:
@@ -171,19 +173,21 @@ def _chapter(path: Path, known: Records, edition: str) -> Chapter:
     return Chapter(path.stem, edition, editions.edition_of(notebook, edition), facts, at)
 
 
-def _facts(number: str, notebook: NotebookNode, known: Records) -> tuple[dict[str, str], datetime]:
+def _facts(number: str, notebook: NotebookNode, known: Reading) -> tuple[dict[str, str], datetime]:
     """(what results.jsonl says about the run that `notebook` shows, when it ended)."""
     again = f"To run it: labutils run {number} --force with the same --results"
     if notebook.metadata.get("labutils", {}).get("status", "done") != "done":
         raise Mismatch(f"its notebook was not run to its end. {again}")
-    mine = [record for record in known if record.get("lab") == number]
+    mine = [record for record in known.records if record["lab"] == number]
     times = notebook.metadata.get("papermill", {})
     first = _moment(times.get("start_time"))
     last = _moment(times.get("end_time", datetime.now(UTC).isoformat()))
     ends = {_moment(r.get("at")): r for r in mine if r.get("status") == "done"}
     ends = {at: record for at, record in ends.items() if first < at <= last}
     if not ends:
-        raise Mismatch(f"results.jsonl has no run that ended when its notebook did. {again}")
+        if known.passed_over:
+            again = "Why some lines can't be used: labutils report with the same --results"
+        raise Mismatch(f"results.jsonl has no usable line that says when its run ended. {again}")
     at, done = max(ends.items(), key=lambda pair: pair[0])
     runs = [r for r in mine if r.get("machine") and r.get("commit") == done.get("commit")]
     run = runs[-1] if runs else {}
