@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs a network, so none may wait for one
+os.environ.pop("PYTHONUNBUFFERED", None)  # what is lost in a buffer must be seen to be lost
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's & has its children ignore it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -6,7 +6,7 @@
 Parent and child exchange JSON values, one a line. The child reads lines from standard input. What
 it writes to standard output is a message where the line begins with `MESSAGE`, and a print
 otherwise. The child's side is `order()` and `send()`, or two lines of its own in a program that
-shall not import this package.
+shall not import this package. A program that knows nothing of it is a `Command`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import psutil
 
 from labutils.results.records import REPOSITORY
 
-if TYPE_CHECKING:
-    import psutil
-
+MARK = "LABUTILS_CHILD"
+"""A child and all that it starts have its mark in their environment under this name."""
 MESSAGE = "\x1e"
 """Begins a line that is a message: ASCII's record separator, as in RFC 7464."""
 POLL_S = 0.5
@@ -53,7 +55,8 @@ class Child:
         environment: Mapping[str, str | None] | None = None,
         folder: str | Path = REPOSITORY,
     ) -> None:
-        variables = os.environ | dict(environment or {})
+        self._mark = uuid.uuid4().hex
+        variables = os.environ | dict(environment or {}) | {MARK: self._mark}
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -130,7 +133,9 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        end_group(self.process)
+        self.process.kill()
+        self.process.wait()
+        end_marked(MARK, self._mark)
         self._reader.join(POLL_S)
         self._errors.close()
         with contextlib.suppress(OSError):
@@ -149,24 +154,46 @@ def send(message: Any) -> None:
     print(f"\n{MESSAGE}{json.dumps(message)}", flush=True)
 
 
+# ------------------------------------------------------------------ other people's programs
+
+
+class Command(subprocess.Popen):
+    """A command in this process's group. `variable` of its environment (`env`) marks it, and all
+    that it starts: no other has the same value."""
+
+    def __init__(self, words: Sequence[str], variable: str, **options: Any) -> None:
+        super().__init__(words, **options)
+        self.mark = variable, options["env"][variable]
+        # In the same group: a signal to all of it ends this one, too.
+        self.witness = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def end(self, number: int, within_s: float) -> None:
+        """End the command, and all that it has started.
+
+        number: of a signal that comes first, 0 for none. SIGINT goes to the whole group, as in a
+        terminal, any other to the command alone: its DataLoader workers would die of it while it
+        cleans up. None is sent where the group has got it already: a second one would break the
+        clean-up. within_s: how long the group may take to end, or, without a signal, whatever the
+        command has left.
+        """
+        with contextlib.suppress(KeyboardInterrupt):  # pressed again: at once
+            time.sleep(POLL_S if number else 0)
+            reached = marked(*self.mark, beside=True) if number == signal.SIGINT else [self]
+            for one in reached if number and self.witness.poll() is None else ():
+                with contextlib.suppress(psutil.Error):
+                    one.send_signal(number)
+            until, beside = time.monotonic() + within_s, number > 0
+            while (self.poll() is None or marked(*self.mark, beside)) and time.monotonic() < until:
+                time.sleep(0.05)
+        self.kill()
+        self.wait()
+        end_marked(*self.mark)
+
+
 # ------------------------------------------------------------------------------ orphans
 
 GONE_WITHIN_S = 5.0
 """How long processes that were killed may take to be gone."""
-
-
-def end_group(process: subprocess.Popen) -> None:
-    """End a process that was started in a session of its own, with all that it has started there,
-    and return when all are gone.
-    """
-    end = time.monotonic() + GONE_WITHIN_S
-    with contextlib.suppress(OSError):  # there is no such group any more
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        while time.monotonic() < end:
-            os.killpg(process.pid, 0)
-            time.sleep(0.02)
-    process.wait()
 
 
 def end_marked(variable: str, mark: str) -> list[int]:
@@ -176,14 +203,10 @@ def end_marked(variable: str, mark: str) -> list[int]:
     A process whose parent died has none that leads to it any more, and may be in a session of its
     own, but it keeps its environment.
     """
-    import psutil
-
     ended: dict[int, psutil.Process] = {}
     end = time.monotonic() + GONE_WITHIN_S
     while time.monotonic() < end:
-        new = [
-            p for p in psutil.process_iter() if p.pid not in ended and _carries(p, variable, mark)
-        ]
+        new = [process for process in marked(variable, mark) if process.pid not in ended]
         for process in new:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -194,19 +217,20 @@ def end_marked(variable: str, mark: str) -> list[int]:
     return list(ended)
 
 
-def _carries(process: psutil.Process, variable: str, mark: str) -> bool:
-    """Other people's processes and those that have ended don't say."""
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.pid != os.getpid() and process.environ().get(variable) == mark
-    return False
+def marked(variable: str, mark: str, beside: bool = False) -> list[psutil.Process]:
+    """Every other process that runs and has `mark` in its environment under this name. Other
+    people's processes and those that have ended don't say. beside: only of this process's group."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            here = not beside or os.getpgid(process.pid) == os.getpgrp()
+            if here and process.pid != os.getpid() and process.environ().get(variable) == mark:
+                found.append(process)
+    return found
 
 
 def _is_there(process: psutil.Process) -> bool:
     """Whether it hasn't ended; nobody may have asked yet how one that has did."""
-    import psutil
-
     with contextlib.suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -115,15 +115,17 @@ def main(path: str) -> None:
         for task in job["tasks"]:
             _do(Task(**task), status, job["folder"])
         distributed.leave()
+        status.write(job["folder"], done=True)
     except Exception as error:
         said = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         status.write(job["folder"], error=said)
         traceback.print_exc()
-        os._exit(1)  # at once: taking a process group down waits for ranks that are gone
-    status.write(job["folder"], done=True)
-    if not cuda.available():  # without Python's own end: there a thread of gloo's may abort it
+    # Without Python's own end. Taking a process group down waits for ranks that are gone, and on a
+    # CPU a thread of gloo's may abort it.
+    if status.error or not cuda.available():
         sys.stdout.flush()
-        os._exit(0)
+        sys.stderr.flush()
+        os._exit(1 if status.error else 0)
 
 
 def _do(task: Task, status: RankStatus, folder: str) -> None:

@@ -87,8 +87,7 @@ def main():
     if options.loop == "function":
         train(options)
         return
-    kinds = {"thread": threading.Thread}
-    kinds |= {how: multiprocessing.get_context(how).Process for how in ("spawn", "fork")}
+    kinds = {"thread": threading.Thread, "fork": multiprocessing.get_context("fork").Process}
     loop = kinds[options.loop](target=train, args=[options])
     loop.start()
     loop.join()

@@ -46,10 +46,9 @@ def test_what_a_command_refuses_is_one_message_and_2(tmp_path, results_folder, m
         (f"run {path} -p loud 0", "true"),
         (f"run {path} -p scale tiny", "--scale"),
         ("handouts --results ~nosuchuser/x", "--results"),
-        ("diagnose --results results", "--results"),
         ("diagnose", "give a script"),
-        ("diagnose -- no-such-command", "There is no command"),
-        (f"diagnose -- {tmp_path}", "There is no command"),
+        (f"diagnose --html {tmp_path} -- true", "Is a directory"),
+        (f"diagnose --html {tmp_path}/none/page.html -- true", "No such file"),
         (f"diagnose -- {__file__}", "run by Python: labutils diagnose -- python"),
     ):
         assert word in refused(line) and not results_folder.exists()

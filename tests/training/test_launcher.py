@@ -51,9 +51,12 @@ def test_nobody_waits_for_a_rank_that_is_gone_and_nothing_of_it_stays(killed):
     assert all(process.status() == psutil.STATUS_ZOMBIE for process in running)
 
 
-def test_a_rank_that_raises_says_what():
+def test_a_rank_that_raises_says_what(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("print('its own words')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     raised = launch([trained("wild", 2, learning_rate=1e30, logging="synchronous")], 2, "cpu", 200)
     assert "failed in *wild*: NotFinite" in raised.message and "NotFinite" in raised.log
+    assert "[rank 0] its own words" in raised.log
     with pytest.raises(RuntimeError, match="NotFinite"):
         raised.or_raise()
 

@@ -7,13 +7,12 @@ usage; 130 Ctrl-C, also where what was measured until then was diagnosed.
 from __future__ import annotations
 
 import json
-import sys
+import tempfile
 from argparse import Namespace
 from dataclasses import replace
 
-from labutils.results.records import plain
 from labutils.tools.diagnose import diagnose, report, trial
-from labutils.tools.diagnose.script import STOPPED, NoDiagnosis, Stages, watch
+from labutils.tools.diagnose.script import STOPPED, NoDiagnosis, Stages, say, watch
 from labutils.tools.diagnose.sources import short
 
 FAILED, WRONG_USAGE = 1, 2
@@ -23,30 +22,29 @@ def main(options: Namespace) -> int:
     """Diagnose a script, print the diagnosis, and return the exit code."""
     command, page = options.command, options.html
     if not command:
-        return _refuse("give a script after two dashes: -- python train.py", WRONG_USAGE)
-    if page is not None and not page.parent.is_dir():
-        return _refuse(f"--html {page}: there is no folder {page.parent}", WRONG_USAGE)
+        return say("give a script after two dashes: -- python train.py", WRONG_USAGE)
+    try:
+        if page is not None:
+            with page.open("a") if page.exists() else tempfile.TemporaryFile(dir=page.parent):
+                pass
+    except OSError as error:
+        return say(f"--html {page}: {error.strerror}. Name another file.", WRONG_USAGE)
     stages = Stages(options.warmup, options.timed, options.steps)
     try:
         exit_code, evidence = watch(command, stages, options.keep_going)
     except NoDiagnosis as error:
-        return _refuse(str(error), error.exit_code)
+        return say(str(error), error.exit_code)
     files = (*evidence.files, *(word for word in command if word.endswith(".py")))
     diagnosis = diagnose(replace(evidence, files=tuple(dict.fromkeys(map(short, files)))))
     if options.try_fixes and not exit_code:
         diagnosis = replace(diagnosis, tries=trial.tries(diagnosis, command, stages))
-    if page is not None:
-        page.write_text(report.page(diagnosis), encoding="utf-8")
     if options.json:
-        print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False))
+        print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False), flush=True)
     else:
-        print("", report.text(diagnosis), sep="\n")
+        print("", report.text(diagnosis), sep="\n", flush=True)
+    if page is not None:  # last: where the disk is full, the diagnosis has been printed
+        page.write_text(report.page(diagnosis), encoding="utf-8")
     if exit_code:
         words = f"the script ended with exit code {exit_code} after its steps were profiled."
-        return _refuse(words, STOPPED if exit_code == STOPPED else FAILED)
+        return say(words, STOPPED if exit_code == STOPPED else FAILED)
     return 0
-
-
-def _refuse(words: str, exit_code: int) -> int:
-    print(f"labutils diagnose: {plain(words)}", file=sys.stderr)
-    return exit_code

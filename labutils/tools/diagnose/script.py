@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from labutils.profiling.trace import Trace
+from labutils.results.records import plain
 from labutils.tools.diagnose.evidence import Evidence
-from labutils.tools.diagnose.sources import of_record, short
+from labutils.tools.diagnose.sources import of_record
+from labutils.training.child_process import Command
 
 HOOKS = Path(__file__).parent / "script_hooks"
 RUN_NOTEBOOK = HOOKS / "labutils_script_hooks" / "run_notebook.py"
@@ -35,8 +35,10 @@ SAY_AFTER_S = 60.0
 STOPPED = 130
 """Exit code of a script that was stopped by Ctrl-C."""
 END_WITHIN_S = 15.0
-"""How long a script may go on once its steps are measured: a parent process may wait for the one
-that trained, and that has ended."""
+"""How long a script may go on once its steps are measured, and again once it was told to end."""
+MARK = "LABUTILS_DIAGNOSE"
+"""All that a script starts has the hooks' settings in its environment under this name. They name
+the run's folder, so no other run has the same."""
 
 
 class NoDiagnosis(RuntimeError):
@@ -74,43 +76,36 @@ class Watched(NamedTuple):
 
 
 def watch(
-    command: Sequence[str],
-    stages: Stages | None = None,
-    keep_going: bool = False,
+    command: Sequence[str], stages: Stages | None = None, keep_going: bool = False
 ) -> Watched:
     """Run `command` to the end of its profiled steps; its output passes through.
 
     Raises `NoDiagnosis` where the command can't be started, or has left no record.
     """
     stages = stages or Stages()
-    with working_folder() as name:
-        working = Path(name)
-        settings = vars(stages) | {"folder": str(working), "keep_going": keep_going}
-        exit_code = run_with_hooks(command, settings, working)
-        notes = hook_notes(working, "process")
-        for record in hook_files(working, "record"):
-            trace = working / record.name.replace("record", "trace")
+    with working_folder() as folder:
+        settings = vars(stages) | {"folder": folder, "keep_going": keep_going}
+        exit_code = run_with_hooks(command, settings)
+        for record in hook_files(folder, "record"):
+            trace = record.with_name(record.name.replace("record", "trace"))
             if trace.exists():
                 try:
-                    return Watched(exit_code, of_record(_read(record), Trace.read(trace)))
+                    facts = json.loads(record.read_text("utf-8"))
+                    return Watched(exit_code, of_record(facts, Trace.read(trace)))
                 except ValueError as error:  # a full disk cuts it off
                     raise NoDiagnosis(str(error)) from None
-        why = _why(command, exit_code, notes, stages)
+        why = _why(command, exit_code, hook_notes(folder, "process"), stages)
         raise NoDiagnosis(why, STOPPED if exit_code == STOPPED else 1)
 
 
-def hook_files(working: Path, kind: str) -> list[Path]:
+def hook_files(folder: str, kind: str) -> list[Path]:
     """The hooks' files of one kind, the oldest first."""
-    return sorted(working.glob(f"{kind}-*.json"), key=_age)
+    return sorted(Path(folder).glob(f"{kind}-*.json"), key=os.path.getmtime)
 
 
-def hook_notes(working: Path, kind: str) -> list[dict[str, Any]]:
+def hook_notes(folder: str, kind: str) -> list[dict[str, Any]]:
     """What these files say."""
-    return [_read(path) for path in hook_files(working, kind)]
-
-
-def _age(path: Path) -> float:
-    return path.stat().st_mtime
+    return [json.loads(path.read_text(encoding="utf-8")) for path in hook_files(folder, kind)]
 
 
 def working_folder() -> tempfile.TemporaryDirectory[str]:
@@ -123,25 +118,24 @@ def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
 
     `python` is the one that runs labutils, unless another environment is active.
     """
-    path = [str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    search = [os.environ.get("PATH", os.defpath)]
+    before = {"PYTHONPATH": HOOKS}
     if not (os.environ.get("VIRTUAL_ENV") or os.environ.get("CONDA_PREFIX")):
-        search.insert(0, str(Path(sys.executable).parent))
-    return {"KINETO_LOG_LEVEL": "6"} | os.environ | {
-        "LABUTILS_DIAGNOSE": json.dumps(settings),
-        "PYTHONPATH": os.pathsep.join(path),
-        "PATH": os.pathsep.join(search),
-    }  # fmt: skip
+        before["PATH"] = Path(sys.executable).parent
+    environment = {"KINETO_LOG_LEVEL": "6", "PATH": os.defpath} | os.environ
+    environment[MARK] = json.dumps(settings)
+    for name, folder in before.items():
+        environment[name] = os.pathsep.join([str(folder), *filter(None, [environment.get(name)])])
+    return environment
 
 
-def run_with_hooks(command: Sequence[str], settings: Mapping[str, Any], working: Path) -> int:
+def run_with_hooks(command: Sequence[str], settings: Mapping[str, Any]) -> int:
     """Its exit code; 0 where it was ended because its steps had been measured. What it prints is
-    shown, unless fixes are tried in it.
+    shown, unless fixes are tried in it. What it leaves running is ended, unless it may keep going
+    and has come to its own end.
     """
     out, environment = subprocess.DEVNULL if "try" in settings else None, environment_for(settings)
     try:
-        words = _with_notebook(command)
-        process = subprocess.Popen(words, env=environment, stdout=out, stderr=out)
+        process = Command(_words(command), MARK, env=environment, stdout=out, stderr=out)
     except OSError as error:
         raise NoDiagnosis(
             f"There is no command {command[0]!r} here ({error.strerror}). Type the script as you "
@@ -149,79 +143,72 @@ def run_with_hooks(command: Sequence[str], settings: Mapping[str, Any], working:
             f"-- python {shlex.join(command) if command[0].endswith('.py') else 'train.py'}",
             exit_code=2,
         ) from None
-    say_at = time.monotonic() + SAY_AFTER_S
+    say_at, number = time.monotonic() + SAY_AFTER_S, 0
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(0.5)
-            measured = [] if settings["keep_going"] else hook_files(working, "record")
-            if measured and time.time() - _age(measured[0]) > END_WITHIN_S:
+            measured = [] if settings["keep_going"] else hook_files(settings["folder"], "record")
+            if measured and time.time() - measured[0].stat().st_mtime > END_WITHIN_S:
+                number = signal.SIGINT  # a parent may wait for the process that trained
+                say(
+                    f"the script's steps were measured {END_WITHIN_S:g} s ago, and it still runs. "
+                    "It is ended now, as by Ctrl-C. To let it run on, add --keep-going before --."
+                )
                 return 0
             if time.monotonic() > say_at:
                 say_at = float("inf")
-                if why := _unseen(hook_notes(working, "process")):
-                    words = f"no step yet after {SAY_AFTER_S:.0f} s: {why} If it loads, wait."
-                    print(f"labutils diagnose: {words}", file=sys.stderr, flush=True)
+                if why := _unseen(hook_notes(settings["folder"], "process")):
+                    say(f"no step yet after {SAY_AFTER_S:.0f} s: {why} If it loads, wait.")
     except KeyboardInterrupt as told:  # what was measured counts
-        if told.args:  # a signal that, other than Ctrl-C in a terminal, this process alone got
-            process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-            process.wait(END_WITHIN_S)
+        number = (*told.args, signal.SIGINT)[0]
         return STOPPED
     finally:
-        _end(process)
+        if number or process.poll() is None or not settings["keep_going"]:
+            # At its own end, too, what it started may still remove shared memory.
+            process.end(number, END_WITHIN_S if number else 1.0)
+        process.witness.communicate()
 
 
-def _with_notebook(command: Sequence[str]) -> list[str]:
+def say(words: str, exit_code: int = 0) -> int:
+    print(f"labutils diagnose: {plain(words)}", file=sys.stderr, flush=True)
+    return exit_code
+
+
+def _words(command: Sequence[str]) -> list[str]:
     """`train.ipynb` and `python train.ipynb` run the notebook's cells."""
     words = ["python"] * command[0].endswith(".ipynb") + [*command]
-    at = next((at for at, word in enumerate(words) if word.endswith(".ipynb")), 0)
-    if at and Path(words[0]).name.startswith("python"):
-        words.insert(at, str(RUN_NOTEBOOK))
+    runs = [at for at, word in enumerate(words) if re.search(r"\.py$|\.ipynb$|^-[mc]$", word)]
+    if runs and words[runs[0]].endswith(".ipynb") and Path(words[0]).name.startswith("python"):
+        words.insert(runs[0], str(RUN_NOTEBOOK))
     return words
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End the command and everything that it has started."""
-    with contextlib.suppress(psutil.Error):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                child.kill()
-    process.kill()
-    process.wait()
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What a file of the hooks says; nothing where it was cut off."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError):  # its process was killed while writing
-        return {}
 
 
 def _why(
     command: Sequence[str], exit_code: int, notes: Sequence[Mapping[str, Any]], stages: Stages
 ) -> str:
     """Why a script left no record."""
-    ended = f"was killed (signal {-exit_code})" if exit_code < 0 else "was stopped"
-    if exit_code >= 0 and exit_code != STOPPED:
-        ended = f"ended with exit code {exit_code}"
+    ended = "was stopped" if exit_code == STOPPED else f"ended with exit code {exit_code}"
+    if exit_code < 0:
+        ended = f"was killed (signal {-exit_code})"
     if exit_code not in (0, STOPPED) and not any("error" in note for note in notes):
-        error = "What it said of itself is above."
-        for note in notes:  # the last one's: a launcher starts before it
-            if "failed" in note:
-                error = f"Its last error: {note['failed']} ({short(note['failed_at'])})."
-        cure = f"Cure that first, by running it alone: {shlex.join(command)}"
-        return f"The script failed: it {ended} before its steps were profiled. {error} {cure}"
+        errors = [f"Its last error: {note['failed']}." for note in notes if "failed" in note]
+        # A launcher's own error comes before that of what it launched.
+        said = ["What it said of itself is above.", *errors][-1].replace(f"{Path.cwd()}/", "")
+        if str(RUN_NOTEBOOK) in _words(command):
+            notebook = next(word for word in command if word.endswith(".ipynb"))
+            command = ["jupyter", "execute", notebook]
+        return (
+            f"The script failed: it {ended} before its steps were profiled. {said} "
+            f"Cure that first, by running it alone: {shlex.join(command)}"
+        )
     if why := _unseen(notes):
         return f"The script {ended}: {why}"
     longest = max(notes, key=lambda note: note.get("steps", 0))
     least = Stages(1, 3, 1).needed(longest["on_gpu"])
-    timed = longest.get("step_ms")
-    took = f" A step took {statistics.median(timed):.4g} ms." if timed else ""
     return (
         f"The script {ended} after {longest['steps']} optimizer steps, and "
-        f"{stages.needed(longest['on_gpu'])} are needed.{took} Let it take more, or give "
+        f"{stages.needed(longest['on_gpu'])} are needed. Let it take more, or give "
         f"--warmup 1 --timed 3 --steps 1, which needs {least}."
     )
 

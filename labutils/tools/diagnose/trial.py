@@ -6,10 +6,8 @@ a time. The losses of the first backward passes are compared with those of the s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from labutils.results.effects import saved
@@ -50,8 +48,7 @@ def tries(
     for turn in range(rounds):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
             if not any("why" in run for run in [*runs[""], *runs[name]]):
-                words = f"trying {name or 'the script as it is'}, round {turn + 1} of {rounds}"
-                print(words, file=sys.stderr, flush=True)
+                script.say(f"trying {name or 'the script as it is'}, round {turn + 1} of {rounds}")
                 runs[name].append(run(command, plans[name], stages))
     found = {fix.name: judged(fix, runs[""], runs[fix.name]) for fix in fixes}
     edit = Try(why="can't be put in place from outside: edit the script")
@@ -65,12 +62,11 @@ def run(
     # What workers made ready while nothing was timed must be used up first.
     stages = replace(stages, warmup=stages.warmup + PREFETCHED * changes.get("num_workers", 0))
     with script.working_folder() as folder:
-        working = Path(folder)
         settings = vars(stages) | {"folder": folder, "keep_going": False, "try": changes}
-        if script.run_with_hooks(command, settings, working) == script.STOPPED:
+        if script.run_with_hooks(command, settings) == script.STOPPED:
             raise KeyboardInterrupt
         kinds = ("record", "tried", "process")
-        records, tried, notes = (script.hook_notes(working, kind) for kind in kinds)
+        records, tried, notes = (script.hook_notes(folder, kind) for kind in kinds)
     if not records:
         errors = [note["failed"] for note in notes if "failed" in note]
         return {"why": f"the script failed with it: {errors[-1] if errors else 'no step was seen'}"}

@@ -9,26 +9,15 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-import json
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from labutils_script_hooks import compat
-from labutils_script_hooks.process_note import ProcessNote
-from labutils_script_hooks.watch import Stage, Watch
+from labutils_script_hooks.process_note import save
 
 FIRST_LOSSES = 4
-
-
-def watch(given: dict[str, Any], note: ProcessNote) -> Watch:
-    """The watch of a process. Of a trial it only times steps."""
-    own = Watch(given, note)
-    if "try" in given:
-        own.plan = {Stage.SKIPPED: given["warmup"], Stage.TIMED: given["timed"]}
-        Fixes(given["try"], given["folder"]).put()
-    return own
 
 
 class Fixes:
@@ -55,8 +44,7 @@ class Fixes:
         loss = tensors if self.torch.is_tensor(tensors) else tensors[0]
         if len(self.losses) < FIRST_LOSSES and loss.numel() == 1:
             self.losses.append(float(loss.detach()))
-            with open(self.path, "w", encoding="utf-8") as file:
-                json.dump({"losses": self.losses, "done": sorted(self.done)}, file)
+            save(self.path, {"losses": self.losses, "done": sorted(self.done)})
         return original(tensors, *args, **more)
 
     def loader(self, original: Callable[..., Any], *args: Any, **more: Any) -> None:

@@ -16,6 +16,13 @@ from typing import Any
 from labutils_script_hooks import calls
 
 
+def save(path: str, facts: dict[str, Any]) -> None:
+    """A file of the hooks. It is there when it is whole: the process may be killed meanwhile."""
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(facts, file, default=str)
+    os.replace(path + ".new", path)
+
+
 class ProcessNote:
     """One process: whether it imported PyTorch, its steps, its error. `facts` are written at its
     end, or before."""
@@ -29,21 +36,22 @@ class ProcessNote:
     def write(self, **facts: Any) -> None:
         """Add facts and write all of them. A process may outlive the diagnosis and its folder."""
         self.facts |= facts
-        path = os.path.join(self.folder, f"process-{os.getpid()}.json")
-        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
-            json.dump(self.facts, file, default=str)
+        with contextlib.suppress(OSError):
+            save(os.path.join(self.folder, f"process-{os.getpid()}.json"), self.facts)
 
     def _write_the_end(self) -> None:
-        """The error that ended the script, and the script's own line that raised it.
+        """The error that ended the script, and the script's own line that raised it, or that Python
+        could not read.
 
         Python keeps the error in `sys.last_value`, whichever hook the script has set to show it.
         """
         error = getattr(sys, "last_value", None)
         if error is not None:
-            lines = traceback.format_exception_only(type(error), error)
-            words = lines[-1] if isinstance(error, SyntaxError) else lines[0]
-            stack = traceback.extract_tb(error.__traceback__)
-            own = [frame for frame in stack if calls.is_own(frame.filename)]
-            place = f"{own[-1].filename}:{own[-1].lineno}" if own else ""
-            self.facts |= {"failed": " ".join(words.split())[:300], "failed_at": place}
+            words = traceback.format_exception_only(type(error), error)[0]
+            places = [(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)]
+            if isinstance(error, SyntaxError):
+                words = f"{type(error).__name__}: {error.msg}"
+                places.append((error.filename or "<string>", error.lineno))
+            own = [f" ({file}:{line})" for file, line in places if calls.is_own(file)]
+            self.facts["failed"] = " ".join(words.split())[:300] + "".join(own[-1:])
         self.write()

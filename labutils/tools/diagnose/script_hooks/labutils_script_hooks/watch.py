@@ -30,7 +30,7 @@ from enum import Enum
 from typing import Any
 
 from labutils_script_hooks import calls, compat, facts
-from labutils_script_hooks.process_note import ProcessNote
+from labutils_script_hooks.process_note import ProcessNote, save
 
 Stage = Enum("Stage", "SKIPPED TIMED FROM_IDLE WATCHED WARMING PROFILED DONE")
 WATCHED_STEPS = 2
@@ -39,20 +39,21 @@ WATCHED_STEPS = 2
 class Watch:
     """The watch of one process.
 
-    given: `folder`, `keep_going`, and the steps of stages (`warmup`, `timed`, `profiled`).
+    given: `folder`, `keep_going`, and the steps of stages (`warmup`, `timed`, `profiled`). A trial
+    of fixes (`try`) has no stages but the first two.
     """
 
     def __init__(self, given: dict[str, Any], note: ProcessNote) -> None:
         self.given, self.note = given, note
         counts = (given["warmup"], given["timed"], 3, WATCHED_STEPS, 1, given["profiled"])
-        self.plan = dict(zip(Stage, counts, strict=False))
+        stages = list(Stage)[:2] if "try" in given else Stage
+        self.plan = dict(zip(stages, counts, strict=False))
         self.stage = Stage.SKIPPED
         self.steps = 0
         self.leader: Callable[[], Any] = lambda: None  # weak: the optimizer is the script's
         self.own = compat.OwnOptimizer()
         self.on_gpu = False
         self.marks: list[Any] = []
-        self.idle_from = 0.0
         self.from_idle_ms: list[float] = []
         self.now: Counter[str] = Counter()
         """Of this step so far: `data_ms`, `fetch_cpu_ms`, `batches`, `backwards`."""
@@ -84,8 +85,6 @@ class Watch:
     def _stop(self) -> None:
         """A running profiler, or calls still watched, would break Python's own end."""
         self.calls.pause()
-        with contextlib.suppress(RuntimeError):  # a GPU that failed, or a forked process
-            self.note.facts["step_ms"] = self._step_ms()
         if self.profiler is not None:
             self.profiler.on_trace_ready = None  # what there is of a trace explains nothing
             self.profiler.stop()
@@ -290,10 +289,7 @@ class Watch:
             self.profiler.stop()
             self.profiler = None
         if _is_first_rank():
-            path = self._file("record")
-            with open(path + ".new", "w", encoding="utf-8") as file:
-                json.dump(self.record(), file, default=str)
-            os.replace(path + ".new", path)
+            save(self._file("record"), self.record())
         if not self.given["keep_going"]:
             # As `sys.exit()` would: `finally` blocks run, and the exit code is 0.
             raise SystemExit(0)
@@ -328,11 +324,13 @@ def prepare(settings: str) -> None:
     note = ProcessNote(given["folder"])
 
     def start_watch() -> None:
-        from labutils_script_hooks import fixes_in_place  # it builds on this module
-
         note.write(torch=True)
         try:
-            fixes_in_place.watch(given, note).install()
+            if "try" in given:
+                from labutils_script_hooks.fixes_in_place import Fixes
+
+                Fixes(given["try"], given["folder"]).put()
+            Watch(given, note).install()
         except Exception as error:  # the script must run all the same
             note.write(error=f"this PyTorch can't be watched ({error!r})")
 
