@@ -49,6 +49,11 @@ class Product:
     def flops(self) -> float:
         return 2.0 * self.m * self.n * self.k * self.count
 
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """`count` and the sizes in any order: the same for all products of an attention."""
+        return self.count, *sorted((self.m, self.n, self.k))
+
     def in_format(self, dtype: str) -> Product:
         return replace(self, dtype=dtype)
 

@@ -241,25 +241,27 @@ def _agrees(run: Run, noisy: bool) -> bool:
 
 
 def measure(scripts: list[Script], results: Results, rounds: int, seconds: float) -> None:
-    """Diagnose the scripts, then go round them for as long as there is time."""
+    """Go round the scripts for as long as there is time. Each is diagnosed right before its first
+    visit: a host's speed drifts within minutes."""
     end = time.monotonic() + seconds
-    for script in [*scripts]:
-        try:
-            results.append(script.diagnosed())
-            if script.name in WATCHED_BLOCKS:
-                results.append(script.time_watching())
-        except Exception as error:  # the others' rows are wanted all the same
-            scripts.remove(script)
-            results.append(script.record("diagnosis", {}, {}, f"error: {error}"))
-            print(f"{script.name}: {error}", flush=True)
     for number in range(rounds):
-        for script in scripts:
+        for script in [*scripts]:
             began, back = time.monotonic(), bool(number % 2)
             if number and began + script.took_s > end:
                 continue
-            for record in script.visit(back):
-                results.append(record)
-            script.took_s = time.monotonic() - began
+            try:
+                if not number:
+                    results.append(script.diagnosed())
+                    began = time.monotonic()
+                for record in script.visit(back):
+                    results.append(record)
+                script.took_s = time.monotonic() - began
+                if script.name in WATCHED_BLOCKS and not number:
+                    results.append(script.time_watching())
+            except Exception as error:  # the others' rows are wanted all the same
+                scripts.remove(script)
+                results.append(script.record("diagnosis", {}, {}, f"error: {error}"))
+                print(f"{script.name}: {error}", flush=True)
 
 
 def main(words: list[str] | None = None) -> None:

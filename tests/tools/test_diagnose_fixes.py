@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labutils.profiling.call_stacks import Slice
-from labutils.profiling.products import Product, Rates, product_of
+from labutils.profiling.products import Product, Rates, masks_queries, product_of
 from labutils.profiling.trace import Trace
 from labutils.results.records import REFERENCE, reference_runs
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources, trial
@@ -272,6 +272,12 @@ def test_attention_that_is_written_out_goes_into_one_call():
     assert diagnose(of_steps(three(tuned))).fix("attention") is None
 
 
+def test_a_mask_with_a_row_for_each_query_is_taken_to_be_causal():
+    """Padding's has one row, and a position's bias differs from head to head."""
+    for mask, causal in (([9, 9], 1), ([2, 1, 9, 9], 1), ([2, 1, 1, 9], 0), ([1, 4, 9, 9], 0)):
+        assert masks_queries(Slice(0, 1, "aten::add", dims=[[2, 4, 9, 9], mask, []])) == causal
+
+
 def test_the_best_few_are_predicted_together():
     def slow(steps):
         products(steps, 4, gpu=2700.0, name="cutlass_80_simt_sgemm", types=("float",) * 2)
@@ -428,7 +434,7 @@ def test_compiling_leaves_as_many_kernels_as_were_counted():
     plain, compiled = (rungs.one(rung=rung, again=False) for rung in ("workers", "compile"))
     count, ms = (compiled.metric(m) / plain.metric(m) for m in ("kernels_per_step", "kernels_ms"))
     assert len(after.pieces) / len(queue.pieces) == pytest.approx(count, rel=0.03)
-    assert after.device_ms / queue.device_ms == pytest.approx(ms, rel=0.1)
+    assert after.device_ms / queue.device_ms == pytest.approx(ms, rel=0.07)
 
 
 @settings(max_examples=60, deadline=None)

@@ -262,20 +262,10 @@ def test_a_script_that_ends_in_the_midst_ends_as_it_would_alone(steps, tmp_path,
     assert capfd.readouterr().err == ""
 
 
-CLOSURE = """
-def closure():
-    loss = 0
-    for _ in range(20):
-        loss = loss + layer(torch.rand(64, 4)).square().mean()
-    loss.backward()
-    return loss
-for step in range(60):
-    optimizer.step(closure)
-"""
-
-
 def test_what_a_closure_computes_is_no_part_of_the_update():
-    evidence = watch([sys.executable, "-c", STEPS + CLOSURE], FEW).evidence
+    text = "def closure():\n    loss = sum(layer(torch.rand(64, 4)).sum() for _ in range(20))\n"
+    text += "    loss.backward()\n    return loss\nfor _ in range(60): optimizer.step(closure)"
+    evidence = watch([sys.executable, "-c", STEPS + text], FEW).evidence
     phases = Counter(piece.phase for piece in evidence.queue.pieces)
     assert evidence.accumulation == 1 and phases[""] > phases["optimizer"] > 0
 

@@ -80,9 +80,8 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, monkeypatch):
         for edit in script.edits:
             path = Path(script.command(edit, workers=3)[1])
             assert compile(path.read_text("utf-8"), path, "exec") and "WORKERS" not in path.name
-    feeding, words = "shuffle=True", {"script": "plain_loop.py"}
-    words["tiny"] = "--device cpu --batch 8 --decode-ms 5"
-    words["edits"] = {"workers": {feeding: f"{feeding}, num_workers=WORKERS"}}
+    words = {"script": "plain_loop.py", "tiny": "--device cpu --batch 8 --decode-ms 5"}
+    words["edits"] = {"workers": {"shuffle=True": "shuffle=True, num_workers=WORKERS"}}
     monkeypatch.setitem(diagnosis_table.WATCHED_BLOCKS, "plain", (1, 8))
     script = diagnosis_table.Script("plain", words, "tiny", tmp_path)
     diagnosis_table.measure([script], Results(tmp_path), rounds=1, seconds=0)

@@ -83,8 +83,7 @@ def _statements(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[tuple[i
                 model = was.partition(".parameters()")[0].rpartition("(")[2]
                 yield node.lineno, was, f"{was}\n{model}.compile()"
             elif fix.name == "attention" and "softmax(" in was:
-                mask = "" if "is_causal" in fix.do else "; give it the mask, if there is one"
-                yield node.lineno, was, f"{fix.do}  # in place of both products{mask}"
+                yield node.lineno, was, f"{fix.do}  # for both products; another mask as attn_mask"
 
 
 def _first_of(body: list[ast.stmt], place: int) -> int:

@@ -313,7 +313,7 @@ def attention(e: Evidence) -> Fix | None:
     size = 4 if format_of(e, e.queue.pieces[found[0][0]]) in ("fp32", "tf32") else 2
     scores = sum(size * p.product.count * p.product.m * p.product.n for p in forward if p.product)
     gb = scores / e.queue.steps / e.accumulation / 1e9
-    half = ", is_causal=True" if _causal(e.queue.pieces) else ""
+    half = ", is_causal=True" * bool(_causal(e.queue.pieces))
     facts = {"count": len(forward) / e.queue.steps, "gb": gb, "half": half}
     return _fix(e, "attention", lambda queue: _in_one_call(e, queue), **facts)
 
@@ -332,25 +332,19 @@ def written_out(pieces: Sequence[Piece]) -> list[list[int]]:
 
 def _is_one(pieces: Sequence[Piece], places: Sequence[int]) -> bool:
     """Whether products belong to one attention: of the same three sizes, and near each other."""
-    half = len(places) // 2
+    products, half = [pieces[place].product for place in places], len(places) // 2
     if len(places) not in (2, 4) or places[-1] - places[0] > FAR * half:
         return False
     softmax = any(p.kind in HEAVY for p in pieces[places[half - 1] + 1 : places[half]])
-    alike = len({_sides(pieces[place]) for place in places}) == 1
-    first, last = (pieces[place].product for place in (places[0], places[-1]))
+    alike = len({product.sides for product in products}) == 1
+    first, last = products[0], products[-1]
     return softmax and alike and (half == 2 or (first.m, first.n) == (last.m, last.k))
-
-
-def _sides(piece: Piece) -> tuple[int, ...]:
-    """An attention's number of heads, and its sizes in any order: the same in all its products."""
-    product = piece.product
-    return product.count, *sorted((product.m, product.n, product.k))
 
 
 def _causal(pieces: Sequence[Piece]) -> set[tuple[int, ...]]:
     """The sides of attentions whose scores are masked before their softmax: half the work."""
     runs = [(run[0], run[-1]) for run in written_out(pieces)]
-    return {_sides(pieces[a]) for a, b in runs if any(piece.masks for piece in pieces[a:b])}
+    return {pieces[a].product.sides for a, b in runs if any(p.masks for p in pieces[a:b])}
 
 
 def _in_one_call(e: Evidence, queue: Queue) -> Queue:
@@ -365,7 +359,7 @@ def _in_one_call(e: Evidence, queue: Queue) -> Queue:
         if backward:  # its products stand in any order; the head's width is the shortest side
             k, n, m = sorted((shape.m, shape.n, shape.k))
             shape = replace(shape, m=m, n=n, k=k)
-        shape = replace(shape, causal=_sides(products[0]) in causal)
+        shape = replace(shape, causal=shape.sides in causal)
         ms = e.rates.attention_ms(shape, backward)
         host = 2 * sum(piece.host_ms for piece in parts) / len(parts)
         one = products[0].but(kind="attention", ms=as_is if ms is None else ms, host_ms=host)
@@ -432,16 +426,17 @@ def _in_format(e: Evidence, piece: Piece, dtype: str) -> Piece:
     if piece.kind == "attention":
         ms = [e.rates.attention_ms(product.in_format(d), backward) for d in (own, dtype)]
         return piece.scaled(ms[1] / ms[0] if all(ms) else e.rates.large(own, dtype))
-    casts_ms = 0.0
-    if autocast:
-        # It reads four bytes a number and writes two: of what a product is given in the forward
-        # pass, half of which has it already, and of gradients in the backward pass, which has two
-        # products for that one. Weights and their gradients are always cast.
-        given = product.k * product.n + product.m * product.k / 2
-        if backward:
-            given = product.n * max(product.m, product.k) / 2 + product.m * product.k / 4
-        casts_ms = e.rates.moved_ms(6 * product.count * given)
-    return piece.but(ms=e.rates.ratio(product, dtype) * piece.ms + casts_ms)
+    piece = piece.scaled(e.rates.ratio(product, dtype))
+    if not autocast:
+        return piece
+    # It reads four bytes a number and writes two: of what a product is given in the forward pass,
+    # half of which has it already, and of gradients in the backward pass, which has two products
+    # for that one. Weights and their gradients are always cast. The host gives each cast, too.
+    casts, given = 1.5, product.k * product.n + product.m * product.k / 2
+    if backward:
+        casts, given = 0.75, product.n * max(product.m, product.k) / 2 + product.m * product.k / 4
+    cast_ms = e.rates.moved_ms(6 * product.count * given)
+    return piece.but(ms=piece.ms + cast_ms, host_ms=piece.host_ms + casts * e.queue.calling_ms)
 
 
 FEW = 4

@@ -205,11 +205,10 @@ def _why(
     if why := _unseen(notes):
         return f"The script {ended}: {why}"
     longest = max(notes, key=lambda note: note.get("steps", 0))
-    least = Stages(1, 3, 1).needed(longest["on_gpu"])
+    needed, least = (own.needed(longest["on_gpu"]) for own in (stages, Stages(1, 3, 1)))
     return (
-        f"The script {ended} after {longest['steps']} optimizer steps, and "
-        f"{stages.needed(longest['on_gpu'])} are needed. Let it take more, or give "
-        f"--warmup 1 --timed 3 --steps 1, which needs {least}."
+        f"The script {ended} after {longest['steps']} optimizer steps, and {needed} are needed. "
+        f"Let it take more, or give --warmup 1 --timed 3 --steps 1, which needs {least}."
     )
 
 

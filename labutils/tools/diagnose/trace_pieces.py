@@ -101,8 +101,7 @@ def queue_of(trace: Trace, data_ms: float = 0.0, log_ms: float = 0.0) -> Queue:
     for place in longest[: trace.steps]:
         host_ms = max(0.0, pieces[place].host_ms - log_ms)
         pieces[place] = pieces[place].but(log_ms=log_ms, host_ms=host_ms)
-    gap_ms = KERNEL_GAP_MS if trace.on_gpu else 0.0
-    return Queue(tuple(pieces), trace.steps, not trace.on_gpu, gap_ms)
+    return Queue(tuple(pieces), trace.steps, not trace.on_gpu, KERNEL_GAP_MS * trace.on_gpu)
 
 
 def _own_ms(start: float, end: float, not_own: Lookup) -> float:
