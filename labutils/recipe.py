@@ -192,13 +192,9 @@ class Recipe:
 def _takes(spec: dataclasses.Field, value: Any) -> bool:
     """Whether `value` has the type of the knob's default and lies within the knob's limits."""
     kind, limits = type(spec.default), spec.metadata
-    if kind is float:
-        if not is_number(value):
-            return False
-    elif type(value) is not kind:
-        return False
     return (
-        (not limits["choices"] or value in limits["choices"])
+        (is_number(value) if kind is float else type(value) is kind)
+        and (not limits["choices"] or value in limits["choices"])
         and (limits["at_least"] is None or value >= limits["at_least"])
         and (limits["at_most"] is None or value <= limits["at_most"])
         and (limits["above"] is None or value > limits["above"])

@@ -121,23 +121,21 @@ def _shapes(draw: ImageDraw.ImageDraw, rng: np.random.Generator) -> None:
 def draw_images(folder: Path, count: int) -> list[Path]:
     """Captioned images 0 .. `count` - 1 as PNG files under `folder`, as `drawn_files` keeps them
     (zlib level 6, Pillow's own); their paths in order."""
-
-    def png(index: int) -> bytes:
-        buffer = io.BytesIO()
-        drawing(index).save(buffer, format="PNG")
-        return buffer.getvalue()
-
-    return drawn_files(folder, ".png", count, png)
+    return drawn_files(folder, ".png", count, lambda index: _encoded(drawing(index), "PNG"))
 
 
 def draw_leaves(folder: Path, count: int, varied_for: int | None = None) -> list[Path]:
     """Photographs 0 .. `count` - 1 as JPEG files under `folder`, as `drawn_files` keeps them; their
     paths in order. varied_for: draw them of varied sizes, for tiles of so many pixels a side."""
 
-    def jpeg(index: int) -> bytes:
-        buffer = io.BytesIO()
+    def leaf(index: int) -> bytes:
         size = varied_size(index, varied_for) if varied_for else (LEAF_SIDE, LEAF_SIDE)
-        drawing(index, size, LEAF_GRAIN).save(buffer, format="JPEG", quality=LEAF_QUALITY)
-        return buffer.getvalue()
+        return _encoded(drawing(index, size, LEAF_GRAIN), "JPEG", quality=LEAF_QUALITY)
 
-    return drawn_files(folder, ".jpg", count, jpeg)
+    return drawn_files(folder, ".jpg", count, leaf)
+
+
+def _encoded(picture: Image.Image, form: str, **how: int) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, form, **how)
+    return buffer.getvalue()

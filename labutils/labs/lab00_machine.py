@@ -24,7 +24,7 @@ def operation_runs(scale: str, device: str, dtype: str) -> dict[str, Run]:
     `reached`, the floor's share of the time."""
     probe, runs = probe_machine(), {}
     for one in course_operations(scale, device, dtype):
-        alone = measure_operation(one).alone_ms
+        alone = measure_operation(one)
         floor = probe.roofline(one.dtype).floor_ms(one.flops, one.bytes)
         run = Run("00", one.name, samples={"alone_ms": alone})
         run.tags = {"experiment": "operation", "operation": one.name}

@@ -51,7 +51,7 @@ def time_products(sizes: Sequence[int]) -> tuple[Run, Run]:
             dtype, make = ("bf16" if kind == BF16 else "fp8"), functools.partial(product, kind, n)
             least = {BF16: 6, ONE_SCALE: 4}.get(kind, 5) * n**2  # x, W and the result
             square = Operation(kind, f"{n}x{n} by {n}x{n}", dtype, 2 * n**3, least, make)
-            run.samples[f"{kind} {n}"] = measure_operation(square, budget_s=0.05).alone_ms
+            run.samples[f"{kind} {n}"] = measure_operation(square, budget_s=0.05)
     run.metrics = {name: summarise(ms) for name, ms in run.samples.items()}
     gemm = Run("05", "gemm", tags={"experiment": "gemm"})
     pairs = zip(*(run.samples[f"{kind} {sizes[-1]}"] for kind in (BF16, ONE_SCALE)), strict=False)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import fresh_cache
 
-from labutils.labs.ladders import A2_BASE, A2_LADDER, NO_WORKERS, climb, distinct_on
+from labutils.labs.ladders import A2_BASE, A2_LADDER, NO_WORKERS, climb, distinct_on, in_lanes
 from labutils.layers.cuda_graph import VARIANTS
 from labutils.layers.quantization.convert import forget_scales
 from labutils.profiling import compat
@@ -165,10 +165,7 @@ def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
     tags |= {name: {"experiment": "one shape", "form": name} for name in ONE_SHAPE}
     with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2) as bench:
         runs = bench.compare(recipes, steps=4, rounds=rounds, tags=tags)
-    lanes = {rung.name: rung.lane for rung in A2_LADDER}
-    for run in runs.values():
-        run.lane = lanes.get(run.tags.get("rung", ""), "same mathematics")
-    return {name: with_costs(run) for name, run in runs.items()}
+    return in_lanes({name: with_costs(run) for name, run in runs.items()}, A2_LADDER)
 
 
 # The loss, or the seed

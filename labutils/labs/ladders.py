@@ -31,10 +31,6 @@ class Ladder:
         """Rung's name -> the tags of its run."""
         return {rung.name: {"experiment": "ladder", "rung": rung.name} for rung in self.rungs}
 
-    def plus(self, *rungs: Rung) -> Ladder:
-        """The same ladder with `rungs` after its own."""
-        return Ladder(self.start, *self.rungs, *rungs)
-
 
 ARTICLE, WORK, MATHEMATICS = LANES
 WORKERS = {"num_workers": 8, "persistent_workers": True}
@@ -166,8 +162,9 @@ def rung_rows(ladder: Ladder, climbable: Mapping[str, Recipe]) -> list[tuple[Any
 
 
 def in_lanes(runs: Mapping[str, Run], ladder: Ladder) -> dict[str, Run]:
-    """Name -> run of runs with a ladder's tags, each put into its rung's lane."""
+    """Name -> run of `runs`, each put into the lane of the ladder's rung that it is tagged as; what
+    is beside the ladder is the same mathematics."""
     lanes = {rung.name: rung.lane for rung in ladder}
     for run in runs.values():
-        run.lane = lanes[run.tags["rung"]]
+        run.lane = lanes.get(run.tags.get("rung", ""), MATHEMATICS)
     return dict(runs)

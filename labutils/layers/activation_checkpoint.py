@@ -59,19 +59,16 @@ def recomputing_within(block: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _attends(operation: Any) -> bool:
+def _products_and_attention(
+    context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """Operators that attend are known by their names: which one it is depends on the device and the
     PyTorch version. Attention of packed rows (`torch_attn::_varlen_attn`) and attention with sinks
     (`labutils::attention_with_sinks`) are operators of their own. On a CPU with a mask, PyTorch
     computes attention by plain products, and no operator has the name."""
-    return "attention" in str(operation) or "attn" in str(operation)
-
-
-def _products_and_attention(
-    context: Any, operation: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
+    attends = "attention" in str(operation) or "attn" in str(operation)
     thin = operation in (aten.mm.default, aten.addmm.default) and args[-1].shape[0] < THIN
-    kept = _attends(operation) or (operation in PRODUCTS and not thin)
+    kept = attends or (operation in PRODUCTS and not thin)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

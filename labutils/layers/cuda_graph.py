@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.backends import cuda, cudnn
 
 from labutils.profiling import compat
-from labutils.profiling.cuda import float32_products
+from labutils.profiling.cuda import float32_products, warm_up
 
 WARM_UP = 3
 """Steps before a capture: they compile, choose algorithms and create library handles, none of which
@@ -200,12 +200,7 @@ class Captured:
     def _warm_up(self, function: Callable[[], Any], state: Callable[[], list[Tensor]]) -> None:
         before = {id(tensor): tensor.detach().clone() for tensor in state()}
         random = torch.cuda.get_rng_state()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                function()
-        torch.cuda.current_stream().wait_stream(side)
+        warm_up(function, WARM_UP)
         torch.cuda.synchronize()
         with torch.no_grad():
             for tensor in state():

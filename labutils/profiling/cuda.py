@@ -185,40 +185,47 @@ def repeated(call: Callable[[], Any], times: int) -> list[float]:
     return clock.stop().step_ms
 
 
-def timed_in_bursts(
-    call: Callable[[], Any], bursts: int = 10, burst_s: float = 0.01
-) -> list[float]:
-    """`timed` with a rest before each short burst, so that a card that meets its power limit keeps
-    its clock.
+BURSTS = 10
+
+
+def timed_in_bursts(call: Callable[[], Any], burst_s: float = 0.01) -> list[float]:
+    """`timed` with a rest before each of `BURSTS` short bursts, so that a card that meets its power
+    limit keeps its clock.
 
     Without a GPU there is no rest, and about as much time is spent as with one.
     """
     if not available():
-        return timed(call, budget_s=bursts * burst_s, at_least=7)
+        return timed(call, budget_s=BURSTS * burst_s, at_least=7)
     one = statistics.median(timed(call, budget_s=0, at_least=3)) / 1e3
     count = max(2, min(10, round(burst_s / one)))
     times = []
-    for _ in range(bursts):
+    for _ in range(BURSTS):
         time.sleep(0.05)
         times += timed(call, budget_s=0, warmup=0, at_least=count)
     return times
+
+
+def warm_up(call: Callable[[], Any], times: int) -> None:
+    """Run `call` so often on a side stream: capturing wants its libraries already initialised."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(times):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def graph_of(call: Callable[[], Any]) -> Callable[[], None] | None:
     """`call`'s GPU work recorded once as a CUDA graph, to be replayed without the host; None
     without a GPU.
 
-    `call` runs three times beforehand on a side stream, as capturing wants its libraries already
-    initialised.
+    `call` runs three times beforehand, see `warm_up`.
     """
     if not (torch := _torch()):
         return None
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
+    warm_up(call, 3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()

@@ -53,14 +53,18 @@ def try_unlisted_architecture() -> dict[str, Any]:
     message}.
 
     PyTorch's own check is given a list without this card (does it warn?), then the driver a kernel
-    that was compiled for another card only (does it load?). Nothing is left changed. Raises
-    `Unavailable` without a GPU or an assembler.
+    that was compiled for another major version only (does it load?). Nothing is left changed.
+    Raises `Unavailable` without a GPU or an assembler.
     """
     capability = cuda.capability()
     if capability is None:
         raise Unavailable("there is no GPU whose architecture could be missing")
-    said = _warning_without(capability)
-    refusal = _refusal_of_foreign_code(capability)
+    said, refusal = _warning_without(capability), ""
+    code = _assemble(90 if capability[0] == 8 else 80)
+    try:
+        compat.load_machine_code(code)
+    except RuntimeError as error:
+        refusal = str(error)
     return {"warned": int(bool(said)), "failed": int(bool(refusal)), "message": refusal or said}
 
 
@@ -80,18 +84,6 @@ def _warning_without(capability: tuple[int, int]) -> str:
     finally:
         torch.cuda.get_arch_list = real
     return " ".join(str(caught[0].message).split()) if caught else ""
-
-
-def _refusal_of_foreign_code(capability: tuple[int, int]) -> str:
-    """The driver's words when it is to load machine code of another major version; "" where it
-    loads it.
-    """
-    code = _assemble(90 if capability[0] == 8 else 80)
-    try:
-        compat.load_machine_code(code)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def _assemble(number: int) -> bytes:

@@ -48,14 +48,6 @@ class Operation:
         return self.flops / self.bytes
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one execution without the host: replayed from a CUDA graph; on a CPU, simply
-    called."""
-
-    alone_ms: list[float]
-
-
 def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
     """Six operations of the course's workloads, at SD1.5's and a 4096-wide language model's sizes;
     smaller at "tiny".
@@ -75,9 +67,10 @@ def course_operations(scale: str, device: str, dtype: str) -> list[Operation]:
     ]
 
 
-def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
-    """Time `operation` on data that is not in the caches, briefly enough for the clock to stay up;
-    see `Timing`.
+def measure_operation(operation: Operation, budget_s: float = 0.1) -> list[float]:
+    """Milliseconds of an execution without the host, several times: replayed from a CUDA graph; on
+    a CPU, simply called. Its data is not in the caches, and it is brief enough for the clock to
+    stay up.
     """
     cold_bytes = COLD_BYTES["cuda" if cuda.available() else "cpu"]
     copies = max(1, min(24, math.ceil(cold_bytes / operation.bytes)))
@@ -91,7 +84,7 @@ def measure_operation(operation: Operation, budget_s: float = 0.1) -> Timing:
             alone = _of_one(cuda.timed(lambda: next(turns)(), budget_s, copies, at_least=7), 1)
     del calls, in_turn, replay
     cuda.empty_cache()
-    return Timing(alone)
+    return alone
 
 
 def _call_all(calls: Sequence[Callable[[], Any]]) -> None:

@@ -45,15 +45,12 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.device = device
-        self.marks: list = []
-        self.data_ms: list[float] = []
-        self.work: list[Any] = []
 
     def start(self) -> None:
         self._synchronise()
         self.marks = [self._mark()]
-        self.data_ms = []
-        self.work = []
+        self.data_ms: list[float] = []
+        self.work: list[Any] = []
         self.began = time.perf_counter()
 
     def mark(self, data_ms: float, work: Any = None) -> None:

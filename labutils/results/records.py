@@ -70,12 +70,6 @@ a library's own. A convolution for whose workspaces there is no room says that i
 """
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out; on a CPU PyTorch raises a plain RuntimeError."""
-    named = type(error).__name__ in ("MemoryError", "OutOfMemoryError")
-    return named or any(words in str(error).lower() for words in OUT_OF_MEMORY)
-
-
 _WITHOUT_A_GPU = (
     *("Torch not compiled with CUDA", "torch.cuda.Stream requires CUDA"),
     *("Found no NVIDIA driver", "No CUDA GPUs are available"),
@@ -90,8 +84,9 @@ def status_of(error: BaseException) -> str:
     said = " ".join(str(error).split())
     if isinstance(error, Unavailable):
         return f"skipped: {said}"
-    if is_out_of_memory(error):
-        return "oom"
+    named = type(error).__name__ in ("MemoryError", "OutOfMemoryError")
+    if named or any(words in str(error).lower() for words in OUT_OF_MEMORY):
+        return "oom"  # on a CPU PyTorch raises a plain RuntimeError
     if any(words in said for words in _WITHOUT_A_GPU):
         return "skipped: there is no NVIDIA GPU"
     if "InvalidCxxCompiler" in said:

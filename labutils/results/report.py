@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 WIDTH = 100
 """Columns of the page where there is no terminal to ask."""
+HEAD = ("claim, and why the verdict", "published", "ours", "here", "verdict here")
+"""Of the report's tables; the first column, of statements, is the widest."""
 
 
 @dataclass(frozen=True)
@@ -154,37 +156,25 @@ def show(page: Page) -> None:
     goes elsewhere.
     """
     from rich.console import Console
-
-    plain = {"highlight": False, "markup": False, "emoji": False}
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, **plain)
-    for key, article in articles.articles().items():
-        rows = [
-            (
-                f"{j.claim.id}\n{j.claim.statement}\n{j.why if page.here else j.reference_why}",
-                j.published,
-                f"{j.reference}\n{j.reference_verdict}" if j.reference else "–",
-                j.here or "–",
-                j.verdict,
-            )
-            for j in page.judgements
-            if j.claim.article == key
-        ]
-        head = ("claim, and why the verdict", "published", "ours", "here", "verdict here")
-        _print_table(console, f"{key}: {article.subject} ({article.gpu})", head, rows)
-    _print_summary(console, page)
-
-
-def _print_table(console: Any, title: str, head: Sequence[str], rows: Iterable[Sequence]) -> None:
-    """A table of text; its first column, of statements, is the widest."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", show_lines=True, expand=True, pad_edge=False)
-    for at, name in enumerate(head):
-        table.add_column(name, ratio=1 if at else 3, min_width=15, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    plain = {"highlight": False, "markup": False, "emoji": False}
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, **plain)
+    look = {"title_justify": "left", "show_lines": True, "expand": True, "pad_edge": False}
+    for key, article in articles.articles().items():
+        table = Table(title=f"{key}: {article.subject} ({article.gpu})", **look)
+        for at, name in enumerate(HEAD):
+            table.add_column(name, ratio=1 if at else 3, min_width=15, overflow="fold")
+        for j in page.judgements:
+            if j.claim.article == key:
+                why = j.why if page.here else j.reference_why
+                claim = f"{j.claim.id}\n{j.claim.statement}\n{why}"
+                ours = f"{j.reference}\n{j.reference_verdict}" if j.reference else "–"
+                cells = (claim, j.published, ours, j.here or "–", j.verdict)
+                table.add_row(*map(Text, cells))
+        console.print(table)
+    _print_summary(console, page)
 
 
 def _print_summary(console: Any, page: Page) -> None:

@@ -6,14 +6,14 @@ made is in schema1_names.toml.
 
 from __future__ import annotations
 
-import functools
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 Tag = str | int | float | bool
 
+SCHEMA1 = tomllib.loads(Path(__file__).with_name("schema1_names.toml").read_text("utf-8"))
+"""How names were made."""
 RENUMBERED = {"10": "11", "11": "12"}
 """A lab's number in schema 1 -> its number today."""
 MOVED = ("decode", "files", "image input", "threads", "launches", "visible devices", "diagnosis")
@@ -28,22 +28,17 @@ def number_today(lab: str, experiment: object) -> str:
 
 def tags_of(lab: str, name: str) -> dict[str, Tag]:
     """The tags of the run that `lab` named so; a name that no pattern fits is the experiment."""
-    for of_lab, experiment, *pattern in _schema1()["names"]:
+    for of_lab, experiment, *pattern in SCHEMA1["names"]:
         if of_lab == lab and (match := re.fullmatch("".join(pattern), name)):
             groups = {key: text for key, text in match.groupdict().items() if text is not None}
-            tags = {"experiment": experiment} | _schema1()["defaults"].get(experiment, {})
+            tags = {"experiment": experiment} | SCHEMA1["defaults"].get(experiment, {})
             return tags | {key: _value(key, text) for key, text in groups.items()}
     return {"experiment": name}
 
 
 def _value(tag: str, text: str) -> Tag:
-    if tag in _schema1()["flags"]:
+    if tag in SCHEMA1["flags"]:
         return True
     if tag == "delay_us":
         return float(text)
-    return int(text) if text.isdecimal() else _schema1()["words"].get(tag, {}).get(text, text)
-
-
-@functools.cache
-def _schema1() -> dict[str, Any]:
-    return tomllib.loads(Path(__file__).with_name("schema1_names.toml").read_text("utf-8"))
+    return int(text) if text.isdecimal() else SCHEMA1["words"].get(tag, {}).get(text, text)

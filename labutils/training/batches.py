@@ -25,9 +25,9 @@ class Batches:
     data's whole state. Rank r of n gets micro-batches r, r + n, r + 2n and so on of those that one
     process would take, so an optimizer step has the same micro-batches, whoever computes them.
 
-    `reset_wait()` gives the host's wait for them since the last call, `reset_work()` the work in
-    them by `weigh`, or None where all have the same. The loader drops a last micro-batch that would
-    be short: every optimizer step has the same work.
+    `reset()` gives the host's wait for them since the last call, and the work in them by `weigh`,
+    None where all have the same. The loader drops a last micro-batch that would be short: every
+    optimizer step has the same work.
     """
 
     def __init__(
@@ -69,15 +69,11 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def reset_wait(self) -> float:
-        """Milliseconds waited since the last call."""
-        waited, self.wait_ms = self.wait_ms, 0.0
-        return waited
-
-    def reset_work(self) -> Work | None:
-        """What the micro-batches since the last call took."""
-        took, self.work = self.work, None
-        return took
+    def reset(self) -> tuple[float, Work | None]:
+        """Milliseconds waited since the last call, and what the micro-batches since then took."""
+        since = self.wait_ms, self.work
+        self.wait_ms, self.work = 0.0, None
+        return since
 
     def close(self) -> None:
         """End the workers now. Left to the garbage collector, each of them would hold it up for

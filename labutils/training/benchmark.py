@@ -88,12 +88,11 @@ def timed(trainer: Trainer, steps: int, times: StepTimes) -> Iterator[None]:
     It is a generator, so that the body stays where it is read: in `Candidate.measure`.
     """
     clock = StepClock(trainer.workload.device)
-    trainer.batches.reset_wait()
-    trainer.batches.reset_work()
+    trainer.batches.reset()
     clock.start()
     for _ in range(steps):
         yield
-        clock.mark(trainer.batches.reset_wait(), trainer.batches.reset_work())
+        clock.mark(*trainer.batches.reset())
     times.extend(clock.stop())
 
 
@@ -306,14 +305,18 @@ class Candidate:
         self.timed_from = self.trainer.batches.taken
 
     def _peak_memory(self, before: float | None, built: float | None) -> dict[str, float]:
-        """This trainer's own peak in GB: without the memory that others held `before`, but with the
-        weights that it shares with them. {} without a GPU.
+        """This trainer's own peak in GB. {} without a GPU.
+
+        before, built: memory that was allocated before and after it was built. What others held
+        before isn't its own, but for the weights that it shares with them: of its model's tensors,
+        those that building didn't add.
         """
         if (peak := cuda.peak_memory()) is None:
             return {}
         model = self.trainer.model
         held = sum(map(bytes_here, [*model.parameters(), *model.buffers()])) / 1e9
-        own = {"peak_allocated_gb": own_peak(peak[0], before, built, held)}
+        shared = max(0.0, held - (built - before))
+        own = {"peak_allocated_gb": peak[0] - before + shared}
         return own | ({"peak_reserved_gb": peak[1]} if before == 0 else {})
 
     @property
@@ -410,16 +413,6 @@ class Candidate:
 
     def close(self) -> None:
         self.trainer.close()
-
-
-def own_peak(peak: float, before: float, built: float, held: float) -> float:
-    """A trainer's own part of a `peak`, in GB.
-
-    before, built: memory that was allocated before and after it was built. held: memory of its
-    model's tensors. The part of `held` that is not new was there before: weights that it shares
-    with other trainers.
-    """
-    return peak - before + max(0.0, held - (built - before))
 
 
 def graphs_so_far() -> int:

@@ -142,6 +142,11 @@ class Child:
             self.process.stdin.close()
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process that is to find this checkout, wherever it runs."""
+    return os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+
+
 def order() -> Any:
     """The child's side: the next message of the parent. Raises `EOFError` where it is gone."""
     if not (line := sys.stdin.readline()):

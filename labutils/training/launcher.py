@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import sys
 import tempfile
@@ -28,8 +27,8 @@ from pathlib import Path
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
-from labutils.results.records import REPOSITORY, Run, read_records, runs_of
-from labutils.training.child_process import end_marked
+from labutils.results.records import Run, read_records, runs_of
+from labutils.training.child_process import end_marked, python_path
 from labutils.training.launch_worker import RUNS, RankStatus, Task
 
 TIMEOUT_S = 420.0
@@ -85,9 +84,8 @@ def launch(
         folder, mark, until = Path(name), uuid.uuid4().hex, time.monotonic() + timeout_s
         job = {"tasks": [*map(asdict, tasks)], "folder": name, "timeout_s": timeout_s}
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        path = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
         variables = rank_variables(ranks, device) | (environment or {})
-        variables |= {MARK: mark, "TMPDIR": name, "PYTHONPATH": path}
+        variables |= {MARK: mark, "TMPDIR": name, "PYTHONPATH": python_path()}
         runs: dict[str, Run] = {}
         with ThreadPoolExecutor(1) as pool:
             failures = pool.submit(_start, ranks, folder, variables)

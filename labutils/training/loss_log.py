@@ -146,8 +146,7 @@ class RingLog:
         self._send()
         self._write_arrived()
 
-    def close(self) -> None:
-        self.flush()
+    close = flush
 
     def _send(self) -> None:
         """Queue the copy of the ring to the host. On a GPU the host doesn't wait for it."""

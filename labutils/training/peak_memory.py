@@ -25,7 +25,7 @@ from labutils.profiling.memory import AllocatorRecord, StepMemory, TensorRecord,
 from labutils.profiling.memory_model import OnMeta, bytes_of, tensors_of
 from labutils.recipe import Recipe
 from labutils.training.batches import on_device
-from labutils.training.step import AUTOCAST, EagerStep, StepContext
+from labutils.training.step import AUTOCAST, EagerStep, StepContext, moments_of
 from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 from labutils.workloads.base import Batch
@@ -177,7 +177,7 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> tuple[StepM
         trainer.run(settle)  # the moments are there from the first step on, workspaces soon after
         largest = worst_batch(workload, trainer.recipe)
         batch = on_device(largest, workload.device, non_blocking=False)
-        weights, moments = tensors_of(trainer.model), _moments(trainer)
+        weights, moments = tensors_of(trainer.model), moments_of(trainer.optimizer)
         held = {"weights": bytes_of(weights), "optimizer": bytes_of(moments)}
         cuda.empty_cache()
         cuda.reset_peak_memory()
@@ -194,12 +194,7 @@ def recorded(workload: Workload, recipe: Recipe, settle: int = 2) -> tuple[StepM
 def peak_gb(trainer: Trainer) -> float:
     """GB at the peak of a trainer's next step: of its own tensors, and of those that operations
     make."""
-    standing = [*tensors_of(trainer.model), *_moments(trainer)]
+    standing = [*tensors_of(trainer.model), *moments_of(trainer.optimizer)]
     with TensorRecord(standing) as record:
         trainer.step()
     return (bytes_of(standing) + record.peak) / GB
-
-
-def _moments(trainer: Trainer) -> list[Tensor]:
-    state = (value for entry in trainer.optimizer.state.values() for value in entry.values())
-    return [value for value in state if isinstance(value, Tensor)]

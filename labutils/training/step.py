@@ -97,6 +97,12 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
         compile_blocks(workload.frozen(model), recipe.compile, recipe.dynamic)
 
 
+def moments_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors of an optimizer's state."""
+    state = (value for entry in optimizer.state.values() for value in entry.values())
+    return [value for value in state if torch.is_tensor(value)]
+
+
 class AccelerateStep:
     """The public script's loop body: `accumulate`, `backward`, `clip_grad_norm_`, `step` through
     accelerate.
@@ -311,12 +317,7 @@ class GraphStep(EagerStep):
 
     def _state(self) -> list[Tensor]:
         """Everything the step changes in place."""
-        moments = [
-            tensor
-            for state in self.context.optimizer.state.values()
-            for tensor in state.values()
-            if torch.is_tensor(tensor)
-        ]
+        moments = moments_of(self.context.optimizer)
         scale = compat.loss_scale(self.scaler) if self.scaler.is_enabled() else []
         return [*self.context.parameters, *moments, *scale, *self.log.tensors]
 

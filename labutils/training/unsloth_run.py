@@ -16,7 +16,6 @@ import dataclasses
 import importlib.util
 import inspect
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from torch import nn
 
 from labutils.profiling import cuda
 from labutils.recipe import Recipe, Unavailable
-from labutils.results.records import REPOSITORY, Run
+from labutils.results.records import Run
 from labutils.training import benchmark, child_process
 from labutils.training.benchmark import Benchmark, empty_run
 from labutils.training.child_process import Child
@@ -130,8 +129,7 @@ def _ask(
     The child finds this checkout, and has folders of its own for whatever libraries write. All that
     it printed is kept in `logs`: why a library failed is rarely one line.
     """
-    path = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
-    environment = QUIET | {"PYTHONPATH": os.pathsep.join(path)}
+    environment = QUIET | {"PYTHONPATH": child_process.python_path()}
     # PyTorch keeps compiled code in the temporary folder, unsloth where it runs.
     environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
     environment["TORCHINDUCTOR_CACHE_DIR"] = None

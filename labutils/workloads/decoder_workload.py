@@ -326,11 +326,9 @@ class DecoderWorkload(Workload):
 
     def make(self, dtype: torch.dtype, seed: int) -> nn.Module:
         """transformers' model without adapters, every weight frozen, in `dtype` on the device."""
+        new_network = self.pretrained if self.weights == "hub" else self.random_network
         with self.making_weights(seed):
-            if self.weights == "hub":
-                network = self.pretrained(dtype)
-            else:
-                network = self.random_network(dtype)
+            network = new_network(dtype)
         return network.to(self.device).requires_grad_(False)
 
     def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:

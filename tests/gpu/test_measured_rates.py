@@ -59,7 +59,7 @@ def test_operations_run_no_faster_than_their_floor():
     dtype = "bf16" if cuda.capability() >= (8, 0) else "fp16"
     roofs = {name: measured_roofline(name) for name in ("fp32", dtype)}
     for operation in course_operations("small", "cuda", dtype):
-        measured = statistics.median(measure_operation(operation).alone_ms)
+        measured = statistics.median(measure_operation(operation))
         floor = roofs[operation.dtype].floor_ms(operation.flops, operation.bytes)
         assert measured > 0.85 * floor, operation.name  # the probe's own spread
 

@@ -110,8 +110,8 @@ def main(folder: Path) -> None:
     # What every forked process would else import for itself.
     opened(CASES["stock"], folder / "imports").close()
     for name, case in CASES.items():
-        print(ended_by(partial(kill_in_the_midst, case, folder / name)))
-    print(ended_by(partial(kill_while_saving, Case(EAGER), folder / WHILE_SAVING)))
+        print(ended_by(partial(kill_in_the_midst, case, folder / name)), flush=True)
+    print(ended_by(partial(kill_while_saving, Case(EAGER), folder / WHILE_SAVING)), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ def xy(points: Mapping[float, float]) -> tuple[list[float], list[float]]:
     return list(points), list(points.values())
 
 
-def rows(ax: Axes, labels: Sequence[str]) -> None:
-    """Rows from the top down, named on the left."""
-    ax.set_yticks(range(len(labels)), labels)
+def rows(ax: Axes, labels: Sequence[str], heights: Sequence[float] = ()) -> None:
+    """Rows from the top down, named on the left; `heights`: 0, 1, 2 ... if not given."""
+    ax.set_yticks(heights or range(len(labels)), labels)
     ax.set_ylim(len(labels) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)

@@ -59,8 +59,7 @@ class FrozenLinear(nn.Module):
         super().__init__()
         check_weight(weight, bias)
         self.out_features, self.in_features = weight.shape
-        own = None if bias is None else bias.detach().clone()
-        self.bias = None if own is None else nn.Parameter(own, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().clone(), False)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> FrozenLinear:

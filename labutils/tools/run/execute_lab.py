@@ -18,7 +18,7 @@ from typing import Any
 
 from labutils.results import records
 from labutils.tools.run.arguments import Lab, short
-from labutils.training.child_process import end_marked
+from labutils.training.child_process import end_marked, python_path
 
 GRACE_S = 15.0
 """How long a lab that is stopped may take to remove its temporary files, as unsloth's weights."""
@@ -53,11 +53,10 @@ class Kernel:
     def __init__(self, variables: Mapping[str, str]) -> None:
         self.ended_because = ""
         self._mark = uuid.uuid4().hex
-        path = [str(records.REPOSITORY), os.environ.get("PYTHONPATH")]
         self._variables = {
             "MPLBACKEND": "module://matplotlib_inline.backend_inline",  # figures are inline
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "PYTHONPATH": python_path(),
             "TQDM_DISABLE": "1",
             MARK: self._mark,
             **variables,
