@@ -32,7 +32,7 @@ from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Host, Program, replayed_ms
-from labutils.profiling.utilization import Energy
+from labutils.profiling.utilization_and_power import Energy
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer

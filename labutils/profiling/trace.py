@@ -39,7 +39,7 @@ from labutils.profiling.call_stacks import (
 )
 from labutils.profiling.intervals import Interval, Lookup, difference, overlap, total, union
 from labutils.profiling.kernel_categories import category_of, is_thin
-from labutils.profiling.utilization import gpu_busy
+from labutils.profiling.utilization_and_power import gpu_busy
 
 PHASES = ("data", "to_device", "encode", "forward", "backward", "clip", "optimizer", "log")
 """Ranges that the training loop marks with `record_function`, in the order in which they run."""

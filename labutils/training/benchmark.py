@@ -27,7 +27,7 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.timing import StepClock, StepTimes
 from labutils.profiling.trace import Trace, profile
-from labutils.profiling.utilization import Utilization
+from labutils.profiling.utilization_and_power import Utilization
 from labutils.recipe import Recipe
 from labutils.results.records import Run, status_of, summarise
 from labutils.training import distributed

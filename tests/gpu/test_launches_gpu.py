@@ -14,7 +14,7 @@ from labutils.labs.lab08_launch_bound import LightStep, variants
 from labutils.profiling import cuda
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, replayed_ms
-from labutils.profiling.utilization import Energy
+from labutils.profiling.utilization_and_power import Energy
 from labutils.training import Trainer
 from labutils.training.free_memory import make_room
 from labutils.training.one_batch import OnOneBatch

@@ -8,7 +8,7 @@ import torch
 from traces import Training
 
 from labutils.profiling.trace import profile
-from labutils.profiling.utilization import Utilization
+from labutils.profiling.utilization_and_power import Utilization
 
 
 @pytest.fixture(scope="module")

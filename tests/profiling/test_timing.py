@@ -8,7 +8,7 @@ import torch
 from labutils.profiling import timing
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.timing import StepClock
-from labutils.profiling.utilization import Energy, Utilization
+from labutils.profiling.utilization_and_power import Energy, Utilization
 
 # The time of steps
 

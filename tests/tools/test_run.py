@@ -13,7 +13,7 @@ import troubled_notebooks
 
 from labutils.results.records import REPOSITORY, Run, read_runs
 from labutils.tools import run as runner
-from labutils.tools.run import Options, UsageError, batch, execute_lab
+from labutils.tools.run import Options, UsageError, execute_lab, labs_in_order
 
 
 @pytest.fixture
@@ -109,19 +109,19 @@ def test_a_lab_is_done_until_its_code_or_its_parameters_change(notebook, tmp_pat
         nbformat.write(executed, output)
         return output
 
-    assert not batch.is_done(lab, {"steps": 4}, output)
-    assert batch.is_done(lab, {"steps": 4}, stamped("done"))
-    assert not batch.is_done(lab, {"steps": 5}, output)
-    assert not batch.is_done(dataclasses.replace(lab, number="12"), {"steps": 4}, output)
+    assert not labs_in_order.is_done(lab, {"steps": 4}, output)
+    assert labs_in_order.is_done(lab, {"steps": 4}, stamped("done"))
+    assert not labs_in_order.is_done(lab, {"steps": 5}, output)
+    assert not labs_in_order.is_done(dataclasses.replace(lab, number="12"), {"steps": 4}, output)
     written = nbformat.read(path, as_version=4)
     for cell, same in ((1, True), (-1, False)):  # prose, then code
         written.cells[cell].source += "\n# more"
         nbformat.write(written, path)
-        assert batch.is_done(*runner.find([str(path)]), {"steps": 4}, output) == same
+        assert labs_in_order.is_done(*runner.find([str(path)]), {"steps": 4}, output) == same
     execute_lab.part_of(output).touch()  # a later run was cut off
-    assert not batch.is_done(lab, {"steps": 4}, output)
+    assert not labs_in_order.is_done(lab, {"steps": 4}, output)
     execute_lab.part_of(output).unlink()
-    assert not batch.is_done(lab, {"steps": 4}, stamped("stopped"))
+    assert not labs_in_order.is_done(lab, {"steps": 4}, stamped("stopped"))
 
 
 def test_failures_are_told_apart_and_the_other_labs_still_run(notebook, run, results_folder):
@@ -156,7 +156,7 @@ def test_ctrl_c_ends_the_lab_that_runs_and_starts_no_other(notebook, run, result
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with batch._Stop() as stop:
+        with labs_in_order._Stop() as stop:
             signal.raise_signal(signal.SIGHUP)
         assert not stop.asked
     finally:

@@ -6,10 +6,10 @@ of its own.
 What a person can get wrong is checked before anything runs (`arguments`). After that a lab may
 raise, die or hang, and the others still run; Ctrl-C ends the run. What was measured is kept, and
 the executed notebook shows how far it came (`execute_lab`). A lab whose executed notebook says that
-it is done is not run again (`batch`). index.html leads to all of it (`index`).
+it is done is not run again (`labs_in_order`). index.html leads to all of it (`index`).
 """
 
 from labutils.tools.run.arguments import NOTEBOOKS, Options, UsageError, find
-from labutils.tools.run.batch import ALL_RAN, STOPPED, run
+from labutils.tools.run.labs_in_order import ALL_RAN, STOPPED, run
 
 __all__ = ["ALL_RAN", "NOTEBOOKS", "STOPPED", "Options", "UsageError", "find", "run"]
