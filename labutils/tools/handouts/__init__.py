@@ -192,8 +192,9 @@ def _facts(number: str, notebook: NotebookNode, known: Reading) -> tuple[dict[st
     runs = [r for r in mine if r.get("machine") and r.get("commit") == done.get("commit")]
     run = runs[-1] if runs else {}
     given = {k: v for k, v in done.get("parameters", {}).items() if k != "results_dir"}
+    took = f", in {done['seconds']} s" if "seconds" in done else ""
     facts = {
-        "executed": f"{at:%Y-%m-%d %H:%M} UTC, in {done.get('seconds')} s",
+        "executed": f"{at:%Y-%m-%d %H:%M} UTC{took}",
         "machine": _machine(run["machine"]) if run else "",
         "parameters": _listed(given),
         "versions": _listed(run.get("versions", {})),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import signal
@@ -12,7 +13,7 @@ from typing import Any, Self
 from labutils.results import records
 from labutils.tools.run import index
 from labutils.tools.run.arguments import Lab, Options, find, results_folder, short, values_of
-from labutils.tools.run.execute_lab import Kernel, Outcome, part_of, run_lab
+from labutils.tools.run.execute_lab import GRACE_S, Kernel, Outcome, part_of, run_lab
 
 ALL_RAN, A_LAB_FAILED, STOPPED = 0, 1, 130
 SUMMING_UP = ("12",)
@@ -30,7 +31,7 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
     values = {lab.number: values_of(lab, options) for lab in labs}
     folder, lock = results_folder(options.results, labs)
     outcomes: list[Outcome] = []
-    with lock, _Stop() as stop:
+    with lock, _Stop(say) as stop:
         scales = {given["scale"] for given in values.values() if "scale" in given}
         say(f"Scale {', '.join(sorted(scales))}. Results go to {short(folder)}.")
         for place, lab in enumerate(labs, 1):
@@ -66,8 +67,8 @@ class _Stop:
     remembered as `asked`. Under nohup a terminal that closes (SIGHUP) stays ignored.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.asked, self.say = False, say
         self.kernel: Kernel | None = None
 
     def __enter__(self) -> Self:
@@ -84,6 +85,9 @@ class _Stop:
         if self.kernel:
             end = self.kernel.end if self.asked else self.kernel.stop
             end("stopped")
+        with contextlib.suppress(OSError, RuntimeError):  # no terminal; in the midst of a print
+            if not self.asked:
+                self.say(f"Stopping, in {GRACE_S:.0f} s at most. Ctrl-C again stops it at once.")
         self.asked = True
 
 
