@@ -156,7 +156,7 @@ def test_ctrl_c_ends_the_lab_that_runs_and_starts_no_other(notebook, run, result
 def test_nohup_is_respected():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with labs_in_order._Stop() as stop:
+        with labs_in_order._Stop(print) as stop:
             signal.raise_signal(signal.SIGHUP)
         assert not stop.asked
     finally:
