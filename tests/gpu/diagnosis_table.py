@@ -4,9 +4,9 @@
     python tests/gpu/diagnosis_table.py --results results/mine             on a GPU, in 10 minutes
     python tests/gpu/diagnosis_table.py --results /tmp/x --tiny --only trainer       on a CPU
 
-tests/scripts/hand_edits.yaml names the scripts and their edits. A round visits each script as it
-is, twice, and with every change, tried and by hand, there and back. Rounds go on for as long as
-there is time. Of two scripts it is also measured what watching takes. A script's records are
+tests/scripts/hand_edits.yaml names the scripts and their edits. A round visits each script with
+every change, tried and by hand, and as it is at both ends, there and back. Rounds go on for as long
+as there is time. Of two scripts it is also measured what watching takes. A script's records are
 appended after each of its rounds; the newest count, and the table is made of them. So scripts may
 be measured in several calls.
 """
@@ -38,11 +38,10 @@ BASE, AGAIN, TRIED, BY_HAND = "as it is", "as it is again", "tried", "by hand"
 STAGES = Stages(warmup=4, timed=8, profiled=3)
 WATCHED_BLOCKS = {"gpt": (1, 40), "launches": (4, 1500)}
 """Script -> steps of a block, and how many blocks are timed, half of them watched."""
-CLOSE, TESTS = 0.2, 0.05
+CLOSE, TESTS, NEAR = 0.2, 0.05, 0.05
 """A predicted step may be off by so much. A fix that saves less than the second number, predicted
-and by hand, tests no prediction."""
-NEAR = 0.05
-"""The first-ranked fix saves as much as the best, but for so much."""
+and by hand, tests no prediction. The first-ranked fix saves as much as the best, but for the third.
+"""
 CLOCK = """
 import json, runpy, sys, time
 import torch
@@ -115,7 +114,7 @@ class Script:
         for edit in () if right else self.edits:
             name, _, form = edit.partition(":")
             fix = diagnosis.fix(name) or Fix(name, 0.0, "nothing calls for it")
-            if not form or form == fix.changes.get("precision"):
+            if form in ("", fix.changes.get("precision")):
                 self.fixes[edit] = fix
         gains = {fix.name: round(fix.gain, 3) for fix in diagnosis.fixes}
         print(f"{self.name}: {diagnosis.evidence.step_ms:.1f} ms a step, {gains}", flush=True)
@@ -124,16 +123,15 @@ class Script:
 
     def visit(self, back: bool) -> list[Run]:
         """One round, and the records of all so far."""
-        plans: dict[str, tuple[list[str], dict[str, Any], int]] = {}
-        for name in (BASE, AGAIN) if self.fixes else ():
-            plans[name] = (self.command(), {}, 0)
+        plans: dict[str, tuple[list[str], Any, int]] = {BASE: (self.command(), {}, 0)}
         for edit, fix in self.fixes.items():
             workers = fix.changes.get("num_workers", 0)
             if fix.changes and fix.changes.keys() <= trial.KNOWN:
                 plans[f"{fix.name} {TRIED}"] = (self.command(), fix.changes, 0)
             plans[f"{fix.name} {BY_HAND}"] = (self.command(edit, workers=workers), {}, workers)
-        for name in [*plans][:: -1 if back else 1]:
-            command, changes, workers = plans[name]
+        plans[AGAIN] = plans[BASE]  # at both ends: a host's speed drifts
+        order = [*plans.items()][:: -1 if back else 1]
+        for name, (command, changes, workers) in order if self.fixes else []:
             if not any("why" in run for run in self.runs.setdefault(name, [])):
                 stages = Stages(STAGES.warmup + trial.PREFETCHED * workers, STAGES.timed)
                 run = trial.run(command, changes, stages)
@@ -147,14 +145,17 @@ class Script:
         metrics: dict[str, Any] = {"predicted": fix.gain}
         kinds = {"again": AGAIN, "tried": f"{fix.name} {TRIED}", "by_hand": f"{fix.name} {BY_HAND}"}
         samples, status = {"base_ms": _steps(self.runs[BASE])}, "ok"
+        ends = zip(self.runs[BASE], self.runs[AGAIN], strict=True)
+        bases = [last | first | {"step_ms": _steps([first, last])} for first, last in ends]
         for kind, name in kinds.items():
             runs = self.runs.get(name, [{"why": "it can't be tried"}])
-            found, samples[f"{kind}_ms"] = trial.judged(fix, self.runs[BASE], runs), _steps(runs)
+            samples[f"{kind}_ms"] = _steps(runs)
+            found = trial.judged(fix, self.runs[BASE] if name == AGAIN else bases, runs)
             if found.measured is None:
                 status = f"error: {found.why}" if kind != "tried" else status
-            else:
-                metrics |= {kind: found.measured, f"{kind}_low": found.low}
-                metrics |= {f"{kind}_high": found.high, f"{kind}_losses": found.losses}
+                continue
+            metrics |= {kind: found.measured, f"{kind}_low": found.low, f"{kind}_high": found.high}
+            metrics[f"{kind}_losses"] = found.losses
         if "by_hand" in metrics:
             metrics["off"] = (1 - fix.gain) / (1 - metrics["by_hand"]) - 1
         return self.record("fix", metrics, samples, status, fix=fix.name)
