@@ -23,7 +23,7 @@ from labutils.profiling.measured_rates import probe_machine, products_as
 from labutils.profiling.trace import Trace
 
 FORMATS = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16", "double": "fp64"}
-_TYPED = re.compile(
+_TYPED = re.compile(  # their shapes are in the trace: `trace._HAS_SHAPES`
     r"^aten::(mm|addmm|bmm|baddbmm|_?convolution\w*|cudnn_convolution\w*|mkldnn_convolution\w*|"
     r"_scaled_dot_product\w+|masked_fill_?|where|add_?)$"
 )
@@ -87,7 +87,8 @@ def product_of(operator: Slice | None) -> Product | None:
 
 def masks_queries(operator: Slice | None) -> bool:
     """Whether an operator may mask an attention's scores, with a row for each query and the same
-    for all heads: so does a causal mask, and neither padding's nor a position's bias."""
+    for all heads. A causal mask does so, and so does any other of that shape, as a trace has no
+    values. Padding's mask of one row and a bias of each head's own don't."""
     shapes = [shape for shape in (operator.dims or () if operator else ()) if len(shape or ()) > 1]
     scores = max(shapes, key=len, default=[])
     alike = [s for s in shapes if s != scores and s[-2:] == scores[-2:] and s[-3:-2] in ([], [1])]

@@ -133,7 +133,8 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        self.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # a process with a title has no mark any more
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         end_marked(MARK, self._mark)
         self._reader.join(POLL_S)
@@ -167,10 +168,10 @@ class Command(subprocess.Popen):
     that it starts: no other has the same value."""
 
     def __init__(self, words: Sequence[str], variable: str, **options: Any) -> None:
-        super().__init__(words, **options)
-        self.mark = variable, options["env"][variable]
         # In the same group: a signal to all of it ends this one, too.
         self.witness = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        super().__init__(words, **options)
+        self.mark = variable, options["env"][variable]
 
     def end(self, number: int, within_s: float) -> None:
         """End the command, and all that it has started.
@@ -181,18 +182,33 @@ class Command(subprocess.Popen):
         clean-up. within_s: how long the group may take to end, or, without a signal, whatever the
         command has left.
         """
+        started, awaited = self._started(), self._started(beside=number > 0)
         with contextlib.suppress(KeyboardInterrupt):  # pressed again: at once
             time.sleep(POLL_S if number else 0)
-            reached = marked(*self.mark, beside=True) if number == signal.SIGINT else [self]
+            reached = self._started(beside=True) if number == signal.SIGINT else {self}
             for one in reached if number and self.witness.poll() is None else ():
                 with contextlib.suppress(psutil.Error):
                     one.send_signal(number)
-            until, beside = time.monotonic() + within_s, number > 0
-            while (self.poll() is None or marked(*self.mark, beside)) and time.monotonic() < until:
+            until = time.monotonic() + within_s
+            while any(map(_is_there, awaited)) and time.monotonic() < until:
                 time.sleep(0.05)
-        self.kill()
+                awaited |= self._started(beside=number > 0)
+        for one in {self, *started}:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
         self.wait()
         end_marked(*self.mark)
+
+    def _started(self, beside: bool = False) -> set[psutil.Process]:
+        """The command and what it has started, as far as it runs. beside: only of this process's
+        group. One that gave itself a title has lost its environment: its parent tells of it."""
+        found = {*marked(*self.mark, beside)}
+        with contextlib.suppress(psutil.Error, OSError):
+            own = psutil.Process(self.pid)
+            for one in (own, *own.children(recursive=True)):
+                if not beside or os.getpgid(one.pid) == os.getpgrp():
+                    found.add(one)
+        return found
 
 
 # ------------------------------------------------------------------------------ orphans

@@ -8,6 +8,7 @@ rank keeps its status in rank<r>.json, so that of one that is killed at least th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import json
@@ -123,8 +124,9 @@ def main(path: str) -> None:
     # Without Python's own end. Taking a process group down waits for ranks that are gone, and on a
     # CPU a thread of gloo's may abort it.
     if status.error or not cuda.available():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads, or the disk is full
+                stream.flush()
         os._exit(1 if status.error else 0)
 
 

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from labutils.layers.cuda_graph import (
-    CHANNELS_LAST_FORMS,
-    rewrite_layers,
-    timed_convolutions,
-)
+from labutils.layers.cuda_graph import CHANNELS_LAST_FORMS, rewrite_layers, timed_convolutions
 from labutils.workloads.stable_diffusion import SplitGEGLU
 
 FORMS = CHANNELS_LAST_FORMS | {GEGLU: SplitGEGLU}

@@ -31,11 +31,7 @@ BASE = A3_BASE.but(precision="fp32", adapter="plain", driver="eager", logging="r
 )
 OURS = BASE.but(layers="rewritten")
 PACKED = OURS.but(shapes="packed", token_budget=6144)
-SHAPES = {
-    "as-they-come": BASE,
-    "padded": BASE.but(shapes="padded"),
-    "packed": PACKED,
-}
+SHAPES = {"as-they-come": BASE, "padded": BASE.but(shapes="padded"), "packed": PACKED}
 TWO, FIVE = (0, 5), (7, 1, 4, 9, 2)
 """Examples of a micro-batch."""
 NAMES = ("qwen3-lora-long", "gpt-oss-lora-long", "llava-lora-varied")

@@ -261,7 +261,8 @@ def measure(scripts: list[Script], results: Results, rounds: int, seconds: float
                     results.append(script.time_watching())
             except Exception as error:  # the others' rows are wanted all the same
                 scripts.remove(script)
-                results.append(script.record("diagnosis", {}, {}, f"error: {error}"))
+                what = "visit" if script.fixes else "diagnosis"  # which stays, if it was made
+                results.append(script.record(what, {}, {}, f"error: {error}"))
                 print(f"{script.name}: {error}", flush=True)
 
 

@@ -12,10 +12,7 @@ import pytest
 from labutils.tools.diagnose import WORTH, Diagnosis, diagnose, trial
 from labutils.tools.diagnose.script import Stages, watch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(180),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 CLOSE = 0.2
@@ -33,7 +30,7 @@ def diagnosed(options: str, script: str = "plain_loop.py") -> Diagnosis:
     watched = watch([sys.executable, str(SCRIPTS / script), *options.split()])
     assert watched.exit_code == 0 and watched.evidence.on_gpu
     found = diagnose(watched.evidence)
-    assert sum(found.budget.values()) == pytest.approx(found.evidence.step_ms)
+    assert sum(found.evidence.budget.values()) == pytest.approx(found.evidence.step_ms)
     return found
 
 

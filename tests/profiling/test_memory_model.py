@@ -10,12 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from labutils.layers.lora import LoRALinear
-from labutils.profiling.memory_model import (
-    bytes_of,
-    planned,
-    saved_for_backward,
-    tensors_of,
-)
+from labutils.profiling.memory_model import bytes_of, planned, saved_for_backward, tensors_of
 from labutils.workloads.causal_lm import QWEN3
 from labutils.workloads.decoder_memory import one_block
 

@@ -6,12 +6,7 @@ from hypothesis import strategies as st
 from traces import kernel, mark, op
 
 from labutils.profiling import ddp_model
-from labutils.profiling.collectives import (
-    Link,
-    communication,
-    nccl_transports,
-    read_topology,
-)
+from labutils.profiling.collectives import Link, communication, nccl_transports, read_topology
 from labutils.profiling.trace import Trace
 from labutils.results.records import Run
 

@@ -17,6 +17,7 @@ from labutils.results.records import REFERENCE, reference_runs
 from labutils.tools.diagnose import budget, diagnose, fixes, report, sources, trial
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
 from labutils.tools.diagnose.step_queue import (
+    GRAPH_GAP_MS,
     READ,
     SPREAD,
     TO_DEVICE,
@@ -25,7 +26,7 @@ from labutils.tools.diagnose.step_queue import (
     Queue,
     fitted,
 )
-from labutils.tools.diagnose.trace_pieces import queue_of
+from labutils.tools.diagnose.trace_pieces import KERNEL_GAP_MS, queue_of
 
 CONFIG = {"threads": 1, "cuda_available": True, "world_size": 1, "launch_blocking": False}
 CONFIG |= {"anomaly": False, "matmul_tf32": False, "cudnn_tf32": True}
@@ -122,7 +123,8 @@ def test_tiny_kernels():
     found = diagnose(of_steps(three(tiny_kernels)))
     assert {fix.name for fix in found.worth_it[:2]} == {"capture", "compile"}
     assert found.fix("capture").gain > 0.7
-    assert found.budget[budget.LAUNCH] + found.budget[budget.HOST] > 0.7 * found.evidence.step_ms
+    evidence = found.evidence
+    assert sum(map(evidence.budget.get, [budget.LAUNCH, budget.HOST])) > 0.7 * evidence.step_ms
 
 
 def small_kernels(blocks):
@@ -198,7 +200,7 @@ def test_an_optimizer_in_a_loop():
         steps.marked("optimizer", began)
 
     found = diagnose(of_steps(three(body), optimizer=ADAMW | {"form": "loop"}))
-    assert found.fix("optimizer").gain > 0.3 and found.budget[budget.OPTIMIZER] > 0
+    assert found.fix("optimizer").gain > 0.3 and found.evidence.budget[budget.OPTIMIZER] > 0
 
 
 def test_what_is_computed_again():
@@ -363,12 +365,30 @@ def test_a_captured_step_runs_while_the_host_makes_the_next_batch():
     assert queue.having(fixes.captured(queue.pieces)).step_ms == pytest.approx(4 * made, rel=0.01)
 
 
+def test_a_gap_is_its_kernels():
+    """Fewer kernels have fewer gaps, and within a graph, which is captured already, they are short.
+    Gaps make no step longer than it was timed."""
+    queue = Queue((Piece("elementwise", 0.018, 0.001, KERNEL_GAP_MS),) * 8000)
+    assert queue.step_ms == pytest.approx(8000 * 0.0195)
+    eighth = queue.each(lambda piece: piece.scaled(1 / 8, 1 / 8))
+    assert eighth.step_ms == pytest.approx(1000 * 0.0195)
+    tight = fitted(queue, 145.0)
+    assert tight.step_ms == pytest.approx(145.0) and tight.device_ms == pytest.approx(144.0)
+    evidence = of_steps(three(tuned))
+    graph = queue.each(lambda piece: piece.but(host_ms=0.0, gap_ms=GRAPH_GAP_MS))
+    for one in (queue, graph):
+        assert fixes.capture(replace(evidence, queue=one)) is None
+    slow = queue.each(lambda piece: piece.but(host_ms=0.025))
+    assert fixes.capture(replace(evidence, queue=slow)).gain > 0.2
+
+
 KINDS = ["GEMM", "elementwise", "reduction", "copy", "attention", "casts and layout", "convolution"]
 pieces = st.builds(
     Piece,
     kind=st.sampled_from(KINDS),
     ms=st.floats(0, 5),
     host_ms=st.floats(0.001, 1),
+    gap_ms=st.sampled_from([0.0, 0.0015]),
     phase=st.sampled_from(["", "backward", "optimizer", "clip", "encode"]),
     waits=st.sampled_from(["", "", "", READ, TO_DEVICE]),
     data_ms=st.sampled_from([0.0, 0.0, 3.0]),
@@ -412,7 +432,7 @@ def test_gains_are_shares_sorted_and_the_budget_is_the_step(evidence):
     found = diagnose(evidence)
     gains = [fix.gain for fix in found.fixes]
     assert all(0 <= gain <= 1 for gain in gains) and gains == sorted(gains, reverse=True)
-    assert sum(found.budget.values()) == pytest.approx(evidence.step_ms)
+    assert sum(found.evidence.budget.values()) == pytest.approx(evidence.step_ms)
     best = max((fix.gain for fix in found.fixes if fix.per == "step"), default=0.0)
     assert found.together is None or found.together.gain > best
     json.dumps(report.record(found))

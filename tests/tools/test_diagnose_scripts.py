@@ -15,6 +15,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from labutils import cli
@@ -57,7 +58,7 @@ def test_an_accelerate_script_through_its_launcher():
     launched = (str(BIN / "accelerate"), "launch", "--cpu", "--num_processes", "1", script)
     found = diagnosed(*launched, "--tiny", "--accumulation", "2", stages=Stages(1, 3, 1))
     assert found.worth_it[0].name == "workers" and found.evidence.accumulation == 2
-    assert found.budget["waiting for data"] > 0.5 * found.evidence.step_ms
+    assert found.evidence.budget["waiting for data"] > 0.5 * found.evidence.step_ms
 
 
 def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
@@ -213,6 +214,9 @@ def test_ctrl_c_keeps_what_was_seen(tmp_path):
 TOLD = """
 import signal, subprocess, time
 subprocess.Popen(["sleep", "60"], start_new_session=True)
+# Without its parent's environment, as one that gives itself a title.
+given = dict(stdout=subprocess.DEVNULL, env={{}}, start_new_session=True)
+subprocess.Popen(["tail", "-f", __file__], **given)
 for number in (2, 15): signal.signal(number, {handler})
 try:
     print("ready", flush=True); time.sleep(60)
@@ -241,6 +245,8 @@ def test_a_signal_reaches_the_script_once_and_nothing_is_left(send, number, pres
     assert process.returncode == 130 and "The script was stopped" in said
     assert printed == (f"told {number}\ncleaned up\n" if presses == 1 else "")
     assert not marked("TMPDIR", str(tmp_path)) and not [*tmp_path.glob("labutils-*")]
+    words = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+    assert not [word for word in words if str(tmp_path) in word]
 
 
 def test_a_short_script_is_told_the_options_that_work_for_it(tmp_path):

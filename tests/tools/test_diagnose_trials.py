@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labutils.results.records import (
-    REFERENCE,
-    REPOSITORY,
-    Results,
-    read_file,
-    read_runs,
-    runs_of,
-)
+from labutils.results.records import REFERENCE, REPOSITORY, Results, read_file, read_runs, runs_of
 from labutils.tools.diagnose import Fix, diagnose, trial
 from labutils.tools.diagnose.edits import edits
 from labutils.tools.diagnose.script import Stages, watch

@@ -117,8 +117,7 @@ def test_ranks_that_start_while_the_launch_is_ended_are_ended(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("codes", "first"),
-    [({0: 1, 1: 1}, 1), ({0: -9, 1: 1}, 0), ({0: -15, 1: 1}, 1)],
+    ("codes", "first"), [({0: 1, 1: 1}, 1), ({0: -9, 1: 1}, 0), ({0: -15, 1: 1}, 1)]
 )
 def test_who_failed_first_is_whom_the_others_lost(codes, first, tmp_path):
     """Rank 1 raises, then rank 0; one that was killed was the first in any case."""

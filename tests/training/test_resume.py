@@ -104,10 +104,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [cut_off, flip_a_bit],
-)
+@pytest.mark.parametrize("damage", [cut_off, flip_a_bit])
 def test_a_damaged_checkpoint_is_refused(damage, workload, folder):
     damage(folder / FILE)
     with pytest.raises(ValueError, match="is damaged"):

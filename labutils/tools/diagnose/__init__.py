@@ -1,7 +1,7 @@
 """Where a training step's time goes, and which fixes pay: for a script, or a recipe.
 
     diagnosis = diagnose(watch(["python", "train.py"]).evidence)
-    diagnosis.budget                      share of time -> milliseconds; they add up to the step
+    diagnosis.evidence.budget             share of time -> milliseconds; they add up to the step
     diagnosis.fixes[0].name, .gain        ranked, each with its predicted gain by itself
 
     script           runs a training script; `script_hooks` go into its process, and leave a record
@@ -39,11 +39,6 @@ class Diagnosis:
     fixes: tuple[Fix, ...]
     together: Fix | None = None
     tries: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def budget(self) -> Mapping[str, float]:
-        """Share -> milliseconds of `evidence.step_ms`."""
-        return self.evidence.budget
 
     @property
     def worth_it(self) -> tuple[Fix, ...]:

@@ -38,12 +38,14 @@ def main(options: Namespace) -> int:
     diagnosis = diagnose(replace(evidence, files=tuple(dict.fromkeys(map(short, files)))))
     if options.try_fixes and not exit_code:
         diagnosis = replace(diagnosis, tries=trial.tries(diagnosis, command, stages))
+    words = "\n" + report.text(diagnosis)
     if options.json:
-        print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False), flush=True)
-    else:
-        print("", report.text(diagnosis), sep="\n", flush=True)
-    if page is not None:  # last: where the disk is full, the diagnosis has been printed
-        page.write_text(report.page(diagnosis), encoding="utf-8")
+        words = json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False)
+    try:
+        print(words, flush=True)
+    finally:  # whoever no longer reads wants the page; a full disk comes after the words
+        if page is not None:
+            page.write_text(report.page(diagnosis), encoding="utf-8")
     if exit_code:
         words = f"the script ended with exit code {exit_code} after its steps were profiled."
         return say(words, STOPPED if exit_code == STOPPED else FAILED)

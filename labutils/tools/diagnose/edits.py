@@ -83,7 +83,7 @@ def _statements(fix: Fix, tree: ast.Module, named: set[int]) -> Iterator[tuple[i
                 model = was.partition(".parameters()")[0].rpartition("(")[2]
                 yield node.lineno, was, f"{was}\n{model}.compile()"
             elif fix.name == "attention" and "softmax(" in was:
-                yield node.lineno, was, f"{fix.do}  # for both products; another mask as attn_mask"
+                yield node.lineno, was, f"{fix.do}; in the place of both products"
 
 
 def _first_of(body: list[ast.stmt], place: int) -> int:

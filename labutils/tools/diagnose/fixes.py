@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from labutils.tools.diagnose.evidence import Evidence, Line
-from labutils.tools.diagnose.step_queue import COPY, READ, TO_DEVICE, Piece, Queue
+from labutils.tools.diagnose.step_queue import COPY, GRAPH_GAP_MS, READ, TO_DEVICE, Piece, Queue
 
 Change = Callable[[Queue], Queue]
 
@@ -202,9 +202,6 @@ def logging(e: Evidence) -> Fix | None:
 
 # --------------------------------------------------------------------------------------- launching
 
-GRAPH_GAP_MS = 0.00025
-"""Between two kernels of a CUDA graph: the graph of lab 04's step lasts 136.0 ms for 132.1 ms in
-16,898 kernels."""
 GRAPH_LAUNCH_MS = 0.05
 HOST_DECIDES = 1.05
 FEW_LAUNCHES = 20
@@ -220,8 +217,8 @@ TRIFLING = 0.1
 def capture(e: Evidence) -> Fix | None:
     """The whole step as one CUDA graph: kernels, a gap after each, and waits for data remain."""
     launches, device_ms = len(e.queue.pieces) / e.queue.steps, e.queue.device_ms
-    host_decides = _with_data(e.queue, 0.0).step_ms >= HOST_DECIDES * device_ms
-    if not e.on_gpu or launches < FEW_LAUNCHES or not host_decides:
+    fed = _with_data(e.queue, 0.0)
+    if not e.on_gpu or launches < FEW_LAUNCHES or fed.step_ms < HOST_DECIDES * fed.lasts_ms(0.0):
         return None
     facts = {"launches": launches, "device_ms": device_ms, "step_ms": e.step_ms}
     return _fix(e, "capture", lambda queue: queue.having(captured(queue.pieces)), **facts)
@@ -235,7 +232,7 @@ def captured(pieces: Sequence[Piece]) -> list[Piece]:
         first = stretch[0]
         ms = sum(piece.ms + GRAPH_GAP_MS for piece in stretch if piece.ms)
         start = (first.phase, stretch[-1].waits, first.data_ms, first.log_ms)
-        graphs.append(Piece("other", ms, GRAPH_LAUNCH_MS, *start))
+        graphs.append(Piece("other", ms, GRAPH_LAUNCH_MS, 0.0, *start))
     return graphs
 
 
@@ -251,13 +248,10 @@ def _stretches(pieces: Sequence[Piece], apart: Callable[[Piece, Piece], bool]) -
 
 def compiling(e: Evidence) -> Fix | None:
     """torch.compile: neighbouring operations that only pass over tensors become one."""
-    before = len(e.queue.pieces) / e.queue.steps
-    if e.on_gpu and before < FEW_LAUNCHES:
-        return None
-    left = len(merged(e.queue.pieces)) / e.queue.steps
-    if left > 0.95 * before:
-        return None
     after = lambda queue: queue.having(merged(queue.pieces))  # noqa: E731
+    before, left = (len(queue.pieces) / e.queue.steps for queue in (e.queue, after(e.queue)))
+    if left > 0.95 * before or (e.on_gpu and before < FEW_LAUNCHES):
+        return None
     return _fix(e, "compile", after, before=before, merged=before - left)
 
 
@@ -313,8 +307,9 @@ def attention(e: Evidence) -> Fix | None:
     size = 4 if format_of(e, e.queue.pieces[found[0][0]]) in ("fp32", "tf32") else 2
     scores = sum(size * p.product.count * p.product.m * p.product.n for p in forward if p.product)
     gb = scores / e.queue.steps / e.accumulation / 1e9
-    half = ", is_causal=True" * bool(_causal(e.queue.pieces))
-    facts = {"count": len(forward) / e.queue.steps, "gb": gb, "half": half}
+    facts = {"count": len(forward) / e.queue.steps, "gb": gb, "half": "", "masked": ""}
+    if _causal(e.queue.pieces):
+        facts |= {"half": ", is_causal=True", "masked": texts()["attention"]["masked"]}
     return _fix(e, "attention", lambda queue: _in_one_call(e, queue), **facts)
 
 
@@ -436,7 +431,8 @@ def _in_format(e: Evidence, piece: Piece, dtype: str) -> Piece:
     if backward:
         casts, given = 0.75, product.n * max(product.m, product.k) / 2 + product.m * product.k / 4
     cast_ms = e.rates.moved_ms(6 * product.count * given)
-    return piece.but(ms=piece.ms + cast_ms, host_ms=piece.host_ms + casts * e.queue.calling_ms)
+    host_ms, gap_ms = piece.host_ms + casts * e.queue.calling_ms, (1 + casts) * piece.gap_ms
+    return piece.but(ms=piece.ms + cast_ms, host_ms=host_ms, gap_ms=gap_ms)
 
 
 FEW = 4

@@ -27,7 +27,7 @@ def record(diagnosis: Diagnosis, exit_code: int | None = None) -> dict[str, Any]
     """The diagnosis for machines."""
     e = diagnosis.evidence
     facts = {name: getattr(e, name) for name in ("source", "device", "step_ms", "accumulation")}
-    facts |= {"budget_ms": dict(diagnosis.budget), "notes": list(e.notes), "threads": e.threads}
+    facts |= {"budget_ms": dict(e.budget), "notes": list(e.notes), "threads": e.threads}
     facts["fixes"] = [_row(diagnosis, fix) for fix in diagnosis.fixes]
     facts["together"] = [_row(diagnosis, fix) for fix in (diagnosis.together,) if fix]
     return facts if exit_code is None else facts | {"exit_code": exit_code}
@@ -62,9 +62,9 @@ def _filled(template: str, diagnosis: Diagnosis) -> str:
 
 def _rows(diagnosis: Diagnosis) -> dict[str, float]:
     """Share -> milliseconds, small ones together."""
-    least = SMALL * diagnosis.evidence.step_ms
-    large = {name: ms for name, ms in diagnosis.budget.items() if ms >= least}
-    rest = sum(diagnosis.budget.values()) - sum(large.values())
+    e = diagnosis.evidence
+    large = {name: ms for name, ms in e.budget.items() if ms >= SMALL * e.step_ms}
+    rest = sum(e.budget.values()) - sum(large.values())
     return large | ({"smaller ones": rest} if rest > 0 else {})
 
 

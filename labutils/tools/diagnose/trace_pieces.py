@@ -11,7 +11,7 @@ from dataclasses import replace
 from labutils.profiling.intervals import Lookup, total, union
 from labutils.profiling.products import dtype_of, masks_queries, operators_at, product_of
 from labutils.profiling.trace import Trace, Wait
-from labutils.tools.diagnose.step_queue import READ, TO_DEVICE, Piece, Queue
+from labutils.tools.diagnose.step_queue import GRAPH_GAP_MS, READ, TO_DEVICE, Piece, Queue
 
 CALLING_MS = 0.002
 """What of an operator's time on a CPU is the calling of it: an addition of one number takes 0.6 us
@@ -48,12 +48,13 @@ def _gpu_pieces(trace: Trace) -> Iterator[Piece]:
             alone = kind in PRODUCTS and len(work) == 1
             # What isn't known to fill a part of the GPU fills all of it.
             fill = (kernel.blocks or 0.0) / BLOCKS_AT_ONCE.get(kind, OTHER_BLOCKS) or 1.0
-            own_ms, phase = host_ms if number == 1 else 0.0, trace.phase_at(call.start)
+            own_ms, gap_ms = (host_ms, KERNEL_GAP_MS) if number == 1 else (0.0, GRAPH_GAP_MS)
             waits = _reason(wait, kernel.name) if wait and number == len(work) else ""
             dtype = "tf32" if _TF32.search(kernel.name) else dtype_of(operator)
             product = product_of(operator) if alone else None
             sizes = {"product": product, "dtype": dtype, "masks": masks_queries(operator)}
-            yield Piece(kind, ms, own_ms, phase, waits, fill=fill, **sizes)
+            phase = trace.phase_at(call.start)
+            yield Piece(kind, ms, own_ms, gap_ms, phase, waits, fill=fill, **sizes)
     yield Piece("other", 0.0, host_ms=_own_ms(last, host_end, not_own))
 
 
@@ -101,7 +102,7 @@ def queue_of(trace: Trace, data_ms: float = 0.0, log_ms: float = 0.0) -> Queue:
     for place in longest[: trace.steps]:
         host_ms = max(0.0, pieces[place].host_ms - log_ms)
         pieces[place] = pieces[place].but(log_ms=log_ms, host_ms=host_ms)
-    return Queue(tuple(pieces), trace.steps, not trace.on_gpu, KERNEL_GAP_MS * trace.on_gpu)
+    return Queue(tuple(pieces), trace.steps, not trace.on_gpu)
 
 
 def _own_ms(start: float, end: float, not_own: Lookup) -> float:

@@ -140,7 +140,8 @@ def pages_of(folder: Path, executed: Sequence[Path]) -> dict[str, str]:
     """Write an HTML page beside each of these notebooks of a results folder, whatever became of its
     run; (notebook's name -> why it has none). Raises `OSError` or `ImportError`."""
     left_out: dict[str, str] = {}
-    known = records.read_file(folder / "results.jsonl")
+    path = folder / "results.jsonl"
+    known = records.read_file(path) if path.exists() else Reading(path, [], [])
     pages = {path.name for path in _notebooks_in(folder)}
     chapter = partial(_chapter, known=known, edition=editions.EXECUTED)
     _made(lambda path: documents.page(chapter(path), path.parent, pages), executed, left_out)
