@@ -296,8 +296,8 @@ lab.predict("host's time for a launch in the experts' loop (on a thin model)", m
 # **Question.** How well does the replay predict a step that it never timed?
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
-# light step. Here is all of it on a small network. On a CPU each operation is its own kernel, the host waits for it, and
-# what the profiler adds to each can make $c$ negative.
+# light step. Here it is on a small network. On a CPU each operation is its own kernel, the host waits for it, and what the
+# profiler adds to each can make $c$ negative.
 
 
 # %%
