@@ -403,7 +403,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 #
 # On the H200 the small network came out 19 % too long, the expert loop 39 %. Its 60,220 launches took 1,278 ms: 21 µs each at
 # most. The light step said 27.7. Why is open. The error bar covers only how the host's speed moved. Sections 6 to 8 keep 27.7.
-# So section 7's cards come out too near to each other, and section 8's host up to 1.3 times too slow.
+# So section 7's cards come out too near to each other, and section 8's host at least 1.3 times too slow.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
@@ -468,8 +468,8 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped*, with one attention kernel, cut launches to an eighth and halved the kernels' time. The step probably
-# fell to a fifth, little more than its kernels take. A captured step lasts as long as they do. *compiled* probably took a
-# ninth of the loop's time.
+# fell to a fifth, little more than its kernels take, and to a ninth with *compiled*. A captured step lasts as long as its
+# kernels.
 #
 # Each picture shows two milliseconds of a forward pass. Tall bars are widened.
 
@@ -800,7 +800,8 @@ if not large:
 
 # %% [markdown]
 # On the H200 it predicts 11 and 31 % too long. The models' ratio of 2.1 stays above 1. The cards' 1.43 does not hold: kernels
-# divided by 1.31 make it 1.83, section 4's 21 µs make it 1.12. The article's 1.3 lies between, so the model can't judge it.
+# divided by 1.31 make it 1.83, section 4's 21 µs make it 1.12 at most. The article's 1.3 lies between, so the model can't
+# judge it.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 

@@ -162,9 +162,9 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
 # Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down. *Underflow* loses small numbers,
-# always towards 0. In this network no gradient of a weight became 0, but without a scaled loss they are 15 % off. Underflow
-# probably hit the gradients of activations, which they are sums of. BF16 has float32's range and needs no scaler, but it
-# stores 7 bits of mantissa where FP16 stores 10.
+# always towards 0. In this network hardly any gradient of a weight became 0, but without a scaled loss they are 15 % off on
+# the H200. Underflow probably hit the gradients of activations, which they are sums of. BF16 has float32's range and needs no
+# scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
 # gradient is 0.14 % off on the H200. By how many percent is it off in BF16?
@@ -427,9 +427,9 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # %% [markdown]
 # First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
 # changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or
-# costs can't be said. Layout and autotuner can only shorten kernels. Where the host sets the pace, as it probably does here,
-# no shorter kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can gain
-# little: they update a thousandth of the weights. A table without *base again* would not show that its differences are noise.
+# costs can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no
+# shorter kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can gain little:
+# they update a thousandth of the weights. A table without *base again* would not show that its differences are noise.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
