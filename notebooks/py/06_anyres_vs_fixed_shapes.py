@@ -282,8 +282,8 @@ lab.show(runs.select(**some), lab06_anyres.side_by_side, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# BF16 came twice, and differed by more than 3 %: an unsteady machine. No time decides. At batch 1 *compile* and *fixed*
-# probably save time, QLoRA and *fp8-frozen* save memory. *fp8-te* probably costs time. On our first H200 it took 31 % longer
+# BF16 came twice, and differed by more than 3 %: an unsteady machine. So no time decides. At batch 1 *compile* and *fixed*
+# probably save time, QLoRA and *fp8-frozen* save memory. FP8 probably costs time. On our first H200 *fp8-te* took 31 % longer
 # than BF16 at batch 1, 12 % less at batch 4. Why is open. On that H200 the lines of memory crossed at batch 10. The formula
 # says 13: it leaves out the block that is computed again, with float32 inside, too.
 #
@@ -791,8 +791,8 @@ steps = model = None
 # Within a step both copies exist. QLoRA needs less: section 3's model took 8.1 GB with it, and 10.4 with lab 05's layer. On a
 # CPU *BF16* is float32, and FP8 is emulated.
 #
-# FP8 was probably slower here and in section 3. It was faster in section 6, with packed rows and compiled blocks. Which
-# matters was not measured.
+# FP8 was probably slower here and in section 3, and faster in section 6, with packed rows and compiled blocks. Which matters
+# was not measured.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
