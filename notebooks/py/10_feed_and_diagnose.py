@@ -319,8 +319,8 @@ with lab.attempt("the law's picture"):
 # resizing and conversion. The map saves these, too. PNG was measured twice: the two differ by −4 to +22 % on our H100. That is
 # more than 3 %, an unsteady machine, and no time decides anything. By the formula the map's step is 58 % shorter, $1 - (162 +
 # 6) / (162 + 238)$. Measured were 55 % by the two times, and 57 % by the table's 2.31x, which compares round by round. So the
-# map is probably faster. The GPU decoded a JPEG in 0.7 ms, a core in 5.4: probably faster, too. These are elapsed times. The
-# claim is that the CPU works less, and they don't show how much it worked. It gains nothing where workers already keep $r / w$
+# map is probably faster. The GPU decoded a JPEG in 0.7 ms, a core in 5.4: probably faster, too. These are elapsed times. They
+# don't show whether the CPU worked less, which is the claim. A faster decoder gains nothing where workers already keep $r / w$
 # below $c$. On two other H100s $c$ was 130 and 131 ms, so measure your own.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
