@@ -156,10 +156,11 @@ reading = lab.keep(Run("03", "reading", tags={"experiment": "reading"}, metrics=
 lab.show([reading], ("all_ms", "decode_ms", "resize_ms"), experiment="reading")
 
 # %% [markdown]
-# The parts are timed at other moments than the whole. On our H200 their sum is 61 ms, where the whole read took 54.
+# On our H200 the parts take 61 ms together, 13 % more than the whole read. This page doesn't explain it.
 #
-# **Takeaway.** Most of a read is inflating the PNG. It is work for one core, and takes as long at any training resolution. A
-# set stored at 512 × 512 has (512/1080)² = 0.22 of the pixels to inflate, and none to scale.
+# **Takeaway.** Most of a read is inflating the PNG, work for one core. It comes before scaling, so it should not depend on
+# the training resolution; we measured one. A set stored at 512 × 512 has (512/1080)² = 0.22 of the pixels to inflate, and
+# none to scale.
 
 # %% [markdown]
 # ## 2 · A formula for the step
@@ -212,12 +213,9 @@ for workers in (0, 1, 2):
 assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w in range(13))
 
 # %% [markdown]
-# A measured time differs from the formula where reading is slower or faster than in section 1. On our H200 it was probably
-# slower. With the $r$ of 61 ms measured below, the formula gives 88, 61 and some 30 ms. Measured were 89, 60 and 32.
-#
-# A time above the formula can have four other causes. At two workers $r/w$ and $c$ are equal here, and a real queue of uneven
-# batches then takes longer than either. Workers slow each other down. Other programs use the same cores. Taking a ready batch
-# costs milliseconds, too.
+# On our H200 the times are 9 to 18 % above the formula. That can have five causes. Reading is slower than when timed alone.
+# At two workers $r/w$ and $c$ are equal here, and a real queue of uneven batches then takes longer than either. Workers slow
+# each other down. Other programs use the same cores. Taking a ready batch costs milliseconds, too.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.
@@ -265,10 +263,10 @@ lab.predict("speed-up with three workers", my_speedup, "x")
 # **Measurement.** A step is now four micro-batches. The course's loop (`labutils/training/step.py`) takes each number of
 # workers in turn, in every round. A round gives one ratio, and the speed-up is the median of these ratios. So it can differ
 # from the quotient of two times in the table. The workers that wait their turn fill their queues. Those batches are taken
-# before the clock starts. The verdict says which ratio it asks for. Zero workers come twice in a round: the difference between
-# the two is noise. Where the interval of that noise reaches beyond ±3 %, the table says *unsteady machine*. Then no verdict is
-# drawn from a time, however clear a speed-up looks. That noise also counts for the times of sections 4 and 6, which are taken
-# by hand on the same machine.
+# before the clock starts. The verdict says which ratio it asks for. Zero workers come twice in a round: the difference
+# between the two is noise. Where the interval of that noise reaches beyond ±3 %, the table says *unsteady machine*. Then no
+# verdict is drawn from a time, however clear a speed-up looks. Sections 4 and 6 time other loops by hand. Their verdicts
+# borrow this loop's noise, as a stand-in.
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
@@ -311,15 +309,17 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
 # - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms. Drawn
 #   from *workers 0, again*, it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
-# - **The best number:** compare from one worker on. Speed-ups in the table whose intervals overlap are one plateau. Choose
-#   the smallest number on it. On our H200 all from 1 to 8 overlap, so take one. Whether eight gain more can't be said. The
-#   median of the rounds' ratios says 7 % less time than one, with an interval of 0 to 21 %. In one round eight took 20 %
-#   more. The noise is −9 to +8 %. One probably beats none: the wait for data fell from 268 to 17 ms.
+# - **The best number:** compare two of them by the ratios within rounds, as `time_effect(runs["workers=1"],
+#   runs["workers=8"])` does. The table's speed-ups share their base: whether their intervals overlap is no test. On our
+#   H200's record two workers took 10 % less time than one (3 to 13 %), and eight 7 % less (0 to 21 %). The noise is −9 to +8
+#   %, so it can explain both. Then choose the smallest number: one. One probably beats none: the wait for data fell from 268
+#   to 17 ms.
 #
 # On our H200 the formula says 602 ms from one worker on. Measured were 634 to 566, from 5 % more to 6 % less. That is within
-# the noise. The wait for data probably follows the formula: one worker takes it from 268 to 17 ms. The rest of the step should
-# stay the same. It was 602 ms without workers and 561 with three. But without workers, *again*, it was 549, so noise alone can
-# explain the difference. In the loop a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone: hosts and minutes differ.
+# the noise, which is so large that the formula could hardly have failed: this test is weak. The wait for data probably
+# follows the formula: one worker takes it from 268 to 17 ms. The rest of the step should stay the same. It was 602 ms without
+# workers and 561 with three. But without workers, *again*, it was 549, so noise alone can explain the difference. In the loop
+# a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone: hosts and minutes differ.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
 # formula. What remains is $c$. Lab 04 looks at what it consists of. Hosts differ: the stock step took 777 to 1,450 ms on the
@@ -405,8 +405,9 @@ for prefetch in (1, 2, 8):
 # **Question.** The article trained in a container, where `/dev/shm` has 64 MB unless told otherwise. With 12 workers it failed.
 # Why with 12, and not with 8?
 #
-# **Technique.** A worker hands a batch over through a file in `/dev/shm`, a file system in memory. Each worker holds
-# `prefetch_factor` batches ready, and training holds one more.
+# **Technique.** A worker hands a batch over through a file in `/dev/shm`, a file system in memory. A batch is one micro-batch
+# here. Each worker holds `prefetch_factor` of them ready, and the loop holds the one that it computes on. In the function,
+# `batch` is the number of images in one.
 
 
 # %%
@@ -440,11 +441,11 @@ lab.show(trials, ("outcome", "batches", "wanted", "message"), experiment="shm")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure")
 
 # %% [markdown]
-# Eight workers take 51 MiB, ten take 63, twelve would take 75. So ten fit. The failure raises no error in the training loop. A
-# background thread of the worker finds no memory, prints its `RuntimeError`, and drops the batch. The loop waits for it
-# forever: **it hangs**. Our trial ends because it has a `timeout`. Older versions of PyTorch died with *Bus error*. With
-# PyTorch's own `collate_fn` the batch is made in shared memory at once, and the error is raised in the loop; the script brings
-# its own, with `torch.stack`.
+# Eight workers take 51 MiB, ten take 63, twelve would take 75. So ten fit. The cell shows that the failure raises no error in
+# the training loop. A background thread of the worker finds no memory, prints its `RuntimeError`, and drops the batch. The
+# loop waits for it forever: **it hangs**. Our trial ends because it has a `timeout`. Two other endings are not shown here.
+# Older versions of PyTorch died with *Bus error*. With PyTorch's default `collate_fn` the batch is made in shared memory at
+# once, and the error is raised in the loop. The script brings its own, with `torch.stack`.
 #
 # | what you can do | where |
 # |---|---|

@@ -81,11 +81,11 @@ compile_from_nothing()  # so that a first step compiles all that it uses
 #
 # **Question.** How far is it from the script as downloaded to what the hardware allows?
 #
-# Each rung adds one idea to the rung above it, and the settings that the idea needs. There are three lanes. *Article*: the
-# article's own changes. *Same work*: the same computation with less overhead. *Same mathematics*: gradients of the same
-# distribution from less computation.
-# Beside each time stands its floor: the FLOPs of its own work at the measured rate, or its bytes at the measured bandwidth,
-# whichever takes longer (lab 00).
+# Each rung adds its changes to the rung above. Where it changes several settings, its factor belongs to all of them together.
+# There are three lanes. *Article*: the article's own changes. *Same work*: the same computation with less overhead. *Same
+# mathematics*: gradients of the same distribution from less computation. Beside each time stands its floor: the FLOPs at the
+# measured rate, or the bytes at the measured bandwidth, whichever takes longer (lab 00). LoRA's products are always counted
+# as the plain adapter computes them.
 
 # %%
 recipes = lab04_climb.rungs_on(lab.device)
@@ -98,7 +98,7 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # `labutils/training/benchmark.py` is the code.
 #
 # Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. On a CPU the UNet is
-# not compiled, which would take another half minute and gain nothing.
+# not compiled.
 
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:
@@ -160,13 +160,12 @@ with lab.attempt("compiling a block"):
 
 # %% [markdown]
 # Compiling has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps, with $f$ a
-# first step and $t$ a later one. If a compiled step isn't shorter, it never pays. This block is bound by bytes: on the H100
-# merging its chains saved 4 of its 9 ms. Where a model repeats a block, `block.compile()` on each costs less at first: blocks
-# of one shape share their code. This lab gave the compiler an empty cache. The second start of your script finds its code in
-# the cache on disk, and compiling pays sooner.
+# first step and $t$ a later one. This block is bound by bytes: on the H100 merging its chains saved 4 of its 9 ms. Where a
+# model repeats a block, `block.compile()` on each costs less at first: blocks of one shape share their code. This lab gave
+# the compiler an empty cache. The second start of your script finds its code in the cache on disk, and compiling pays sooner.
 #
-# **Your prediction:** the H200 launches some 23,500 kernels a step, and 16,400 once the UNet is compiled. If the host sets the
-# pace, time falls as launches do. How many times as fast is the compiled step?
+# **Your prediction:** on our GPUs a step launches some 23,500 kernels, and 16,400 once the UNet is compiled. If the host sets
+# the pace, time falls as launches do. How many times as fast is the compiled step?
 
 # %%
 my_compile_gain: float | None = None  # for example 2
@@ -180,12 +179,11 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# Kernel time is the GPU's, and the same beside any host: 156 ms a step on the H200, about 130 compiled; 164 and 137 on the
-# H100. The step itself is the host's: the stock loop has taken from 777 to 1,450 ms on the same kind of GPU. So the ratio
-# differs between hosts, too. Ours was 1.6 on the H200 and 1.5 on the H100. Both machines were unsteady, so these two numbers
-# decide nothing. If they exceed the launches' 1.4, the cause is probably that compiled code runs less Python. One thing is
-# safe: the compiled kernels take 137 of 398 ms on the H100, so the GPU waits most of the time. For the UNet, $n = (119 - 0.7) /
-# (0.586 - 0.398)$: 420 to 750 steps by the interval.
+# Kernel time is the GPU's: 164 ms per step on the H100 and 137 compiled, 156 and 131 on the H200's record. The step itself is
+# the host's: the stock loop has taken from 777 to 1,450 ms on the same kind of GPU. The ratio was 1.5 on the H100 and 1.6 on
+# the H200's record. Both machines were unsteady, so these two ratios decide nothing. If they exceed the launches' 1.4, the
+# cause is probably that compiled code runs less Python. The compiled kernels take 137 of 398 ms on the H100, so the GPU waits
+# most of the time. For the UNet, $n = (119 - 0.7) / (0.586 - 0.398)$, some 630 steps. Take it for an order of magnitude.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -338,9 +336,9 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* has both. Against the plain loop it is 0.89 on the H100 and 1.08 on the H200. Noise is as large, so neither
-# number decides. The rung is here for what comes next. A speed-up is the median of ratios round by round, so it can differ from
-# the quotient of two times.
+# *No host waits* has both. The table compares it with *pinned*. Against the plain loop it is 0.89 on the H100, and 1.08 on
+# the H200's record. Noise is as large, so neither number decides. The rung is here for what comes next. A speed-up is the
+# median of ratios round by round, so it can differ from the quotient of two times.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
@@ -430,9 +428,11 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # *adds*. A graph that was captured without gradients repeats the storing, and each replay overwrites the one before. So
 # allocate gradients first, and zero them in place.
 #
-# `GraphStep` in `labutils/training/step.py` captures four micro-steps, unscaling, clipping, AdamW and the log as one graph.
+# The captured step of the ladder is in no cell. It is the class `GraphStep` in `labutils/training/step.py`: one graph of four
+# micro-steps, unscaling, clipping, AdamW and the log. The cell above captures one micro-step only. `GraphStep` also puts back
+# what its warm-up steps changed.
 #
-# **Your prediction:** the compiled step's kernels take about 130 ms on the H200; the table of section 1 has yours. How many
+# **Your prediction:** the compiled step's kernels take 137 ms on the H100; the table of section 1 has yours. How many
 # milliseconds does the captured step take?
 
 # %%
@@ -446,9 +446,9 @@ columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "kernels_per_step", 
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The captured step takes little more than its kernels, beside any host: launched steps jitter with the CPU, replayed steps
-# don't. It has about as many kernels as before, and the GPU hardly waits for them. *GPU-busy* of a captured step is traced.
-# Tracing lengthens the gaps, so it is a lower bound; kernel time over step time is the upper one.
+# The captured step takes little more than its kernels, beside both our hosts: launched steps jitter with the CPU, replayed
+# steps don't. It has about as many kernels as before, and the GPU hardly waits for them. *GPU-busy* of a captured step is
+# traced. Tracing lengthens the gaps, so it is a lower bound; kernel time over step time is the upper one.
 #
 # **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. If the host sets the pace, capture first.
 
@@ -513,8 +513,9 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *Encoders compiled* saves most, 46 ms. *Side by side* has the largest factor, 1.58. Launches were free already. So compiling
-# probably helps because merged kernels move fewer bytes.
+# The table compares with *whole-step graph*. Against the rung above, *encoders compiled* saves most, 46 ms, and *side by
+# side* has the largest factor, 1.58. Launches were free already. So compiling probably helps because merged kernels move
+# fewer bytes.
 #
 # **Takeaway.** When the GPU is busy, ask what with: unmerged chains, copies between layouts, and kernels that fill a part of
 # it.
@@ -549,11 +550,11 @@ torch.testing.assert_close(cached[0], library.mean + library.std * noises[0])
 print(f"spread of a latent over steps: {cached.std(0).mean():.2f}; of one sample kept: 0")
 
 # %% [markdown]
-# At width 320 LoRA took longer than full training (lab 01). *Folded*, no activation passes through the thin products: form $W'
-# = W + BA$ once a step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and
-# $\partial L/\partial B = G A^\top$. Lab 01's factor $\alpha/r$ goes before $BA$, and before both projections. $W'$ is rounded
-# to half precision. The plain layer rounds its output, and loses about as much. `labutils/layers/lora_folded.py` does it for
-# all layers of a shape at once.
+# At width 320 LoRA took longer than full training (lab 01). *Folded*, no activation passes through the thin products: form
+# $W' = W + BA$ once a step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and
+# $\partial L/\partial B = G A^\top$. Lab 01's factor $\alpha/r$ goes before $BA$, and before both projections. The price:
+# $W'$ is rounded to half precision, with the same error for every token, and $G$ takes the memory of a full weight gradient.
+# `labutils/layers/lora_folded.py` does it for all layers of a shape at once.
 
 # %%
 torch.manual_seed(0)
@@ -576,7 +577,7 @@ print("projected gradients: those of the plain layer")
 # %% [markdown]
 # *Merged batch* is one batch of four instead of four of one. You write it in exercise 3.
 #
-# **Your prediction:** the floor of four images without VAE and text encoder is about 9 ms on the H200; your own stands in the
+# **Your prediction:** the floor of four images without VAE and text encoder is about 9 ms on the H100; your own stands in the
 # table below. How many milliseconds do they take on the last rung?
 
 # %%
@@ -592,7 +593,7 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # Encoding costs its seconds before the first step. On the H100 our 256 images took 4.2 s, and a step saves 16 ms: paid after
-# about 260 steps. The article's 1,221 images would take up to five times as long.
+# about 260 steps.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -615,20 +616,19 @@ for found in (rungs, h200) if lab.device == "cpu" and h200 else (rungs,):
 lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
-# From the first rung to the last the step probably became 34 times as fast on the H100 (31 to 41), and 31 times on the H200 (29
-# to 36). The last rung takes 2.9 and 2.7 times its floor.
+# From the first rung to the last the step probably became 34 times as fast on the H100 (31 to 41), and 31 times on the H200's
+# record (29 to 36). The last rung takes 2.9 and 2.7 times its floor.
 #
 # Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). At its 85 %
 # utilisation, removing all idle time gains a factor of 1 / 0.85. Our compiled step was two thirds idle. So *same work* gains
 # most with a slow host and a fast card, and *same mathematics* with any.
 #
-# The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, 20 and 27 beside our
-# H200, so over all our machines that verdict *differs between hosts*. With the kernel times of section 1, kernels over step
-# rise 1.9 times from *stock* to *pinned* on the H100, 1.7 on the H200. *Pinned* itself is no contradiction: 398 to 391 ms and
-# +6 % both hold, as the percentage is the median of ratios within rounds.
+# The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, and 20 and 27 % on
+# the H200's record. So this verdict *differs between hosts*.
 #
-# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x. Captured rungs jitter less:
-# there, read the interval.
+# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x. *Channels last*, *merged
+# batch* and *folded LoRA* are hollow, too. Their intervals are narrow, since captured steps jitter less than the stock loop.
+# So they are probably gains. By this lab's rule no time decides here, hollow or filled.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its
 # exponentials (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too:
@@ -732,7 +732,6 @@ print(faster_than(4, by_micro_steps, replayed, eight_images, three_times, tolera
 # %% [markdown]
 # ## What to read on
 # - J. Ansel and others: *PyTorch 2*, ASPLOS 2024 ([doi:10.1145/3620665.3640366](https://doi.org/10.1145/3620665.3640366)).
-#   Dynamo and Inductor, by their authors.
 # - PyTorch: [torch.compile](https://docs.pytorch.org/docs/stable/generated/torch.compile.html), [regional
 #   compilation](https://docs.pytorch.org/tutorials/recipes/regional_compilation.html), [CUDA graph
 #   trees](https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html), [CUDA graphs in

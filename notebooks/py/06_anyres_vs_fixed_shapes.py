@@ -107,8 +107,8 @@ geometry = SIZES["full"].geometry  # the article's model's, at any scale
 # bypass AnyRes?
 #
 # **Technique.** The vision tower reads *tiles* of 336 × 336 pixels, and makes 24 × 24 tokens of each. AnyRes shows the tower
-# every image twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens of padding are dropped.
-# Each line of the grid ends with a newline token.
+# every image twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens of padding are dropped,
+# as many on either side. Each line of the grid ends with a newline token.
 
 # %%
 TILE, SIDE = 336, 24  # a tile's pixels, and tokens, along a side
@@ -221,8 +221,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# The tiles are padded, too: to as many as the image with the most has. Cutting tiles takes time on the host, a tenth of the
-# H200's step.
+# The tiles are padded, too: to as many as the image with the most has.
 #
 # **Takeaway.** Report useful tokens a second and images a second together. A small square raises the second number by throwing
 # pixels away.
@@ -230,16 +229,16 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # %% [markdown]
 # ## 3 · The article's table
 #
-# **Question.** Five methods, six batch sizes. Which saves time, which saves memory?
+# **Question.** The article has five methods and six batch sizes. Which method saves time, which memory?
 #
 # *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go. *compile*
 # compiles the blocks one by one, where the article compiles the model. *fixed* does so on small squares. *qlora* has 4-bit
-# weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing, and has
-# *eager-fixed* instead. All compute their blocks again in the backward pass. The article reports 16 GB, and weights take 15 of
-# them: no other way fits.
+# weights. Two more are measured at batch 1: lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing, and
+# has *eager-fixed* instead. All compute their blocks again in the backward pass.
 #
-# **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA saves weights. But PEFT's
-# preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes instead of two.
+# **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA saves weights: 0.516 bytes
+# instead of 2 (lab 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to
+# block has four bytes instead of two.
 
 # %%
 WIDTH, LAYERS, KEYS, INNER, WORDS = 4096, 32, 1024, 14336, 32064  # Mistral 7B's
@@ -259,7 +258,7 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You
-# measure batch 1; the parameter `batches` replaces it.
+# measure batch 1; the parameter `batches` replaces it. Batches 4 and 24 are on our first H200's record.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -283,11 +282,10 @@ lab.show(runs.select(**some), lab06_anyres.side_by_side, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# Examples are images. BF16 came twice, and differed by more than 3 %: an unsteady machine. Then no verdict is drawn from a
-# time. At batch 1 *compile* and *fixed* probably save time, QLoRA and *fp8-frozen* save memory. FP8 launches more kernels, so
-# it probably waits for the host: on our first H200 it took 31 % longer than BF16 at batch 1, and 12 % less at batch 4. *fixed*
-# probably trains on more images a second, but on fewer useful tokens. On that H200 the lines of memory crossed at batch 10. The
-# formula says 13: it leaves out the block that is computed again, with float32 inside, too.
+# BF16 came twice, and differed by more than 3 %: an unsteady machine. So no time decides. At batch 1 *compile* and *fixed*
+# probably save time, QLoRA and *fp8-frozen* save memory. FP8 probably costs time. On our first H200 *fp8-te* took 31 % longer
+# than BF16 at batch 1, 12 % less at batch 4. Why is open. On that H200 the lines of memory crossed at batch 10. The formula
+# says 13: it leaves out the block that is computed again, with float32 inside, too.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -346,9 +344,8 @@ plt.show()
 # compiled anew, and its code then takes any length. The third step brings that length, and is nearly all compiler. After 8
 # versions of a function PyTorch runs it uncompiled.
 #
-# Why may a model recompile more often? Asking the device for a size splits its graph: a *graph break*. Each piece has guards of
-# its own. To put image tokens into their places, the published model counts them on the device. A collator can say beforehand
-# which image token belongs where.
+# Asking the device for a size splits its graph: a *graph break*. Each piece has guards of its own. To put image tokens into
+# their places, the published model counts them on the device. A collator can say beforehand which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -382,7 +379,7 @@ torch.compiler.reset()
 
 # %% [markdown]
 # **Your prediction:** how many recompilations the first steps on the article's images take, with the published model compiled
-# as a whole.
+# as a whole. Hint: on record 15 graphs are compiled, first versions included.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -412,8 +409,7 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes did
 # not make the article's compiler start over. On varied images the published model goes on recompiling.
 #
-# **Takeaway.** Places from the collator and compiled blocks together end recompilations, for images of any shape. This run
-# doesn't separate the two.
+# **Takeaway.** Places from the collator and compiled blocks together end recompilations, for images of any shape.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
@@ -422,7 +418,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 #
 # **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. Small squares need less
 # computing. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a
-# layer, channel and pair of tokens, half of which is masked.
+# layer, channel and pair of tokens, half of which is masked. The tower only runs forward: 577 tokens per tile, 23 layers of
+# $12 \cdot 1024^2$ weights.
 
 
 # %%
@@ -452,7 +449,7 @@ my_sum: float | None = None  # in percent
 lab.predict("compiling and fewer FLOPs", my_sum, "%")
 
 # %% [markdown]
-# The table has the article's two ends, and our own steps at each batch size that was measured.
+# The table has the article's two ends, and our own steps.
 
 # %%
 def sums(found):
@@ -481,8 +478,8 @@ lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="me
 # constant shapes. Our own rest is negative: there the host probably sets the pace, and less work saves less time. If it did so
 # in the article, more than seven are left.
 #
-# In one more experiment images stay and shapes become constant. Rows are either as long as they come (*blocks compiled*) or all
-# padded to one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles nothing.
+# In one more experiment images stay and shapes become constant. Rows are as long as they come (*blocks compiled*) or padded to
+# one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles nothing.
 
 # %%
 uniform.release_weights()
@@ -499,10 +496,9 @@ lab.show(three, columns, **both)
 lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 18 % less a computed token on the H200. That is within the noise. Longer rows alone save time, too. So the
-# part of constant shapes stays open.
+# Padded rows took 18 % less a computed token on the H200. That is within the noise. So the part of constant shapes stays open.
 #
-# The line tells what a resolution costs, if dots lie near it. On the H200 they don't: ignore its percentages.
+# On the H200 the dots lie far from this line: ignore its percentages.
 
 # %%
 run = shaped["no host waits" if tiny else "blocks compiled"]
@@ -612,11 +608,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# Packed, AnyRes probably computes a token about as fast as *fixed*, 63 against 65 ms for 1,000. A packed step has four times as
-# many tokens, which alone helps. It takes 58 GB instead of 27, and its gradient is that of a larger batch.
+# The verdict is on *blocks compiled*. Packed, AnyRes probably computes 1,000 tokens, padding included, about as fast as
+# *fixed*: 63 against 65 ms. A packed step has four times as many tokens, which alone helps. It takes 58 GB instead of 27, and
+# its gradient is that of a larger batch. The table's ms are a median step's, its rates of all steps together.
 #
-# **Takeaway.** No image had to change its shape. On our H200 all rungs together probably gave about four times as many useful
-# tokens a second. Of single rungs only FP8's gain lies wholly outside the noise.
+# **Takeaway.** On our H200 all rungs together probably gave about four times as many useful tokens a second. BF16 differed
+# from itself by −26 to +28 %. Of single rungs only FP8's gain lies outside that noise, barely.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -624,9 +621,8 @@ lab.verdict("A2.left.dynamic")
 # **Question.** The article's other wish: PEFT on FP8 weights that are held once, with as little memory as QLoRA. Can it be had from
 # the libraries?
 #
-# **Technique.** `quantized_model_init` (before: `fp8_model_init`) has Transformer Engine build layers without a 16-bit weight. PEFT
-# wraps such a layer in `lora.TeLinear`. The scale comes from the tensor itself: delayed scaling has no history yet when weights
-# are loaded.
+# **Technique.** `quantized_model_init` has Transformer Engine build layers without a 16-bit weight. PEFT wraps such a layer in
+# `lora.TeLinear`.
 
 
 # %%
@@ -673,7 +669,7 @@ taken = FrozenFP8Linear.from_linear(tower)(torch.randn(577, 1024, device=lab.dev
 print("577 rows through the frozen layer:", tuple(taken.shape))
 
 # %% [markdown]
-# The tower does 2 % of a step's FLOPs, so it was never what held FP8 back.
+# The tower does 2 % of a step's FLOPs, so FP8 could save little computing there.
 #
 # Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with
 # *o_proj*, which the article calls sensitive, and *down_proj* left in BF16; and lab 05's frozen layer, under PEFT's plain LoRA
@@ -795,6 +791,9 @@ steps = model = None
 # Within a step both copies exist. QLoRA needs less: section 3's model took 8.1 GB with it, and 10.4 with lab 05's layer. On a
 # CPU *BF16* is float32, and FP8 is emulated.
 #
+# FP8 was probably slower here and in section 3, and faster in section 6, with packed rows and compiled blocks. Which matters
+# was not measured.
+#
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
 # %% [markdown]
@@ -821,7 +820,7 @@ print(f"one recipe, five seeds: {one.min():.4f} to {one.max():.4f}")
 print("the other against it, seed by seed:", [f"{change:+.1%}" for change in other / one - 1])
 
 # %% [markdown]
-# The spread over seeds is far larger than the effect. Paired, the effect has one sign on every seed.
+# In this toy the spread over seeds is far larger than the effect. Paired, the effect has one sign on every seed.
 #
 # **Your prediction:** the spread of BF16's final loss over seeds, largest over smallest, in percent.
 
@@ -831,8 +830,8 @@ my_spread: float | None = None  # for example 1
 lab.predict("spread of the loss over seeds", my_spread, "%")
 
 # %% [markdown]
-# A small model with random weights shows how to compare. Only your own model can show what FP8 does to it. `weights="hub"`
-# takes the article's. *fp8-te-mixed* puts the sensitive layers back into BF16.
+# Only your own model can show what FP8 does to it. `weights="hub"` takes the article's. *fp8-te-mixed* puts the sensitive
+# layers back into BF16.
 
 
 # %%
@@ -868,9 +867,10 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# BF16's own final losses lie within 1.1 %. All five methods differ from BF16 with one sign on three seeds. That is a hint: for
-# one method chance alone gives it in one case of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's has both
-# signs. The others are smaller each time. With random weights the article's losses can't be judged.
+# BF16's own final losses lie within 1.1 %: 6.01, 5.95 and 5.98, on record. Unlike in the toy, most effects are larger. All
+# five methods differ from BF16 with one sign on three seeds. That is a hint: for one method chance alone gives it in one case
+# of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's is larger than BF16's, the others are smaller.
+# *fp8-te-mixed* drops as far as *fp8-te*, 4.28: sensitive layers in BF16 changed nothing here.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -881,7 +881,7 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # shapes. Does that follow from its own numbers?
 #
 # **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one. The
-# lowest line wins. It wins until it crosses the next line.
+# lowest line wins.
 
 
 # %%
@@ -966,7 +966,8 @@ if on_gpu and answers:
 lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. FP8 with
+# fixed shapes, the article's choice, is probably slowest: 1,032 ms per step, the first 30.7 s.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 
@@ -987,8 +988,8 @@ my_crossing = None  # your number of steps
 print(check("06.1", my_crossing))
 
 # %% [markdown]
-# **2. Useful tokens.** BF16 trains on 2,942 useful tokens in 480 ms. A fixed example has 2,048 tokens, 1,190 of them useful. How
-# short must its step be to train on as many useful tokens a second?
+# **2. Useful tokens.** On our first H200 BF16 trains on 2,942 useful tokens in 480 ms. A fixed example has 2,048 tokens, 1,190
+# of them useful. How short must its step be to train on as many useful tokens a second?
 
 # %% tags=["exercise"]
 my_step_ms = None  # your number of milliseconds
@@ -1059,7 +1060,6 @@ print(smaller_than(4, from_all, from_answers, few_targets, share=0.1, module=hea
 #   shapes](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_dynamic_shapes.html), guards and
 #   recompilations.
 # - M. Krell and others: *[Efficient Sequence Packing without Cross-contamination](https://arxiv.org/abs/2107.02027)*, 2021.
-# - T. Chen and others: *[Training Deep Nets with Sublinear Memory Cost](https://arxiv.org/abs/1604.06174)*, 2016, on checkpointing.
 # - NVIDIA: *[Transformer Engine's documentation](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/)*.
 # - The course's [glossary](../docs/glossary.md).
 #

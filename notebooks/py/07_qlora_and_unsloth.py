@@ -167,7 +167,8 @@ lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 #
 # **Question.** Four bits are 16 levels. Weights are roughly normal: many small ones, few large ones. Where should the levels lie?
 #
-# **Technique.** NF4 puts them at *quantiles*, evenly spaced in probability. Eight lie above zero, seven below, and one is zero.
+# **Technique.** NF4 puts them at *quantiles*, evenly spaced in probability. Eight lie above zero, seven below, and one is
+# zero. Probability 1 is infinitely far, so the last takes 0.9677, halfway between 1 − 1/32 and 1 − 1/30.
 
 # %%
 edge = 0.9677083  # between 1 - 1/32 and 1 - 1/30: half a share of 16, and of 15
@@ -260,8 +261,9 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
 # The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are
-# not: NF4's last level lies at 1.85 sigma, and the largest of 64 weights at 2.6 on average. So codes near zero are too
-# frequent. The spikes in the picture are the blocks' largest weights, which are exactly 1 or −1.
+# not. NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma
+# on average. So codes near zero are too frequent. The spikes in the picture are the blocks' largest weights, which are exactly
+# 1 or −1.
 #
 # **Takeaway.** Blocks nearly halve the error of 4 bits. Quantiles lower it by another seventh. Double quantisation gives most
 # of the constants' bits back. A weight takes 4.127 bits.
@@ -311,8 +313,8 @@ print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
 # `prepare_model_for_kbit_training` does two things beside the 4 bits. It turns checkpointing on, and turns all other frozen
-# parameters into float32: embedding, norms, head. So "QLoRA against LoRA" compares three changes. The course's loop trains the
-# same layers:
+# parameters into float32: embedding, norms, head. Without it they stay in 16 bits. So "QLoRA against LoRA" compares three
+# changes. The course's loop trains the same layers:
 
 
 # %%
@@ -495,14 +497,17 @@ lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
 # On the H200 4 bits made the step 56 ms longer: 14 %, interval 6 to 18. The kernels that restore weights take 17 of the 56,
-# about what their bytes say. In lab 06's step they take 27 ms, where QLoRA's step was some 300 ms longer. The host is a suspect
-# for the rest: a 4-bit layer is several launches and more Python. At lab 06's batch of 1 such layers are called 672 times. That
-# would cost this host 118 ms, if each call cost what a forward call does here.
+# about what their bytes say. What takes the other 39 is not known. A trace of *packed* beside that of *packed, 4 bits* would
+# tell: do the kernels take longer, or does the GPU wait longer? The host is a suspect: a 4-bit layer is several launches and
+# more Python.
+#
+# In lab 06's step the kernels take 27 ms. Its 672 calls would cost this host 118 ms, if each cost what a forward call does
+# here.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
-# **Takeaway.** Predict a format's cost from its bytes. If a step takes longer than that, look at the launches.
+# **Takeaway.** Predict a format's cost from its bytes. If a step takes longer than that, trace it.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -564,13 +569,14 @@ lab.show(by_texts["long"], columns, experiment="methods", texts="long", method=(
 lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer. Checkpoints made 39 of
-# that. Restoring weights makes 3, by the formula. This lab does not take the other 21 apart. A suspect is float32: PEFT has put
-# embedding and norms into it, so blocks hand on float32 numbers.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 577 ms. Checkpoints made
+# 355 of them. Restoring weights three times makes 24, by section 4's formula. The other 198 are not taken apart. The host is a
+# suspect, as in section 4. Float32 is one here only: after PEFT's preparation blocks hand on float32 numbers.
 #
-# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, so 4 bits are not what makes QLoRA small at this length.
-# Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: the *logits*, one number for each token and
-# each of 152 thousand words, set the peak. Section 7 computes the loss chunk by chunk.
+# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4 more. In section 4 the format alone saved
+# 10 GB, without PEFT's float32. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB. That is one
+# setting: here the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the
+# loss chunk by chunk.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -605,7 +611,8 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# One of its ideas needs no library. For a token, $x(BA)^\top$ forms a matrix as large as the weight; $(xA^\top)B^\top$ never does.
+# unsloth minds the order of products, as PEFT does. $x(BA)^\top$ forms a matrix as large as the weight; $(xA^\top)B^\top$
+# never does.
 #
 # **Prediction.** A block of Qwen3-8B has two matrices of 4096 × 4096, two of 4096 × 1024 and three of 4096 × 12288. With $r =
 # 8$ and 3,444 tokens, how many times the FLOPs does the first order take, gradients included? The gradients of A and B take the
@@ -645,7 +652,7 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# PyTorch multiplies in the order of the code. PEFT's code takes the thin matrices first, too.
+# So the order is no gain over PEFT, whose code takes the thin matrices first, too.
 #
 # **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads,
 # section 7's recipes are compiled here. Its steps wait until that is done.
@@ -671,8 +678,8 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
 # **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA.
-# On short texts it is worth two in memory, and probably near three in time: QLoRA's own readings there were 981 and 838 ms.
-# This lab doesn't measure which of its parts brings that.
+# On short texts it is worth two in memory, and probably near three in time: QLoRA's own readings there were 981 and 838 ms. By
+# the medians it gains more on short texts, against the article. This lab doesn't measure which of its parts brings that.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -712,6 +719,8 @@ for run in (around, within):
 print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".format(*counts))
 
 # %% [markdown]
+# The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
+#
 # **Prediction.** On the H200 unsloth trains 10,100 useful tokens a second on packed rows, in 7.5 GB. How many times as many
 # does the recipe *4 bits, compiled, checkpointed* train?
 
@@ -745,8 +754,8 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better. On the H200 plain PyTorch probably took less time a token than unsloth: 7 %, between two
 # processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card, a
-# good gigabyte of them. Fewer bytes cost speed: a checkpoint computes again, and a weight is restored three times. Products in
-# FP8 stand apart, because they also round activations and gradients. Only points of one kind of product are like for like.
+# good gigabyte of them. Products in FP8 stand apart, because they also round activations and gradients. Only points of one
+# kind of product are like for like.
 #
 # **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
 
@@ -773,9 +782,10 @@ columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
-# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both fit 96. The article doesn't say whether it
-# used them. 4-bit weights save memory. The casts to float32 take some of it back. On the H200 QLoRA's step took 19 % longer, on
-# the same texts. At `tiny` and `small` the model is the small Qwen3.
+# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both fit 96. The article doesn't say whether
+# it used them. By the sums above the weights shrank by 43 GB, and the peak by 36: float32 takes some of it back. QLoRA's step
+# took 19 % longer on the same texts, measured once. Its GPU was busy for 95 % of it, so here the host is no suspect. At `tiny`
+# and `small` the model is the small Qwen3.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
 
@@ -867,7 +877,7 @@ print(
 # The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not
 # always right, with an adapter or without: reading was learnt before. Random weights can't say how a pretrained model answers.
 #
-# **Takeaway.** A style is cheap: 80 steps and small adapters. To change the task, change the adapter.
+# **Takeaway.** To change the task, change the adapter.
 
 # %% [markdown]
 # ## Exercises
@@ -895,8 +905,8 @@ my_bits_a_weight = None  # your sum, for example 8 / 64 + 32 / (64 * 256)
 print(check("07.2", my_bits_a_weight))
 
 # %% [markdown]
-# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. The kernel reaches 3,000
-# GB/s. How many ms of a step is that?
+# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. Suppose that the kernel
+# reaches 3,000 GB/s; section 4's reached 2,190 on our H200. How many ms of a step is that?
 
 # %% tags=["exercise"]
 my_ms = None  # your number

@@ -93,10 +93,12 @@ if device == "cpu":
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there and
-# back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the
-# table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable*
-# at most. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
+# One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there
+# and back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %,
+# the table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is
+# *probable* at most. The column *time* is the median of the rounds' ratios. So it can differ from the ratio of two medians in
+# the column *step*. Predictions are scored by *step*. The code is `labutils/labs/lab09_toggles.py` and
+# `labutils/training/benchmark.py`. Start the cell and read on.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -159,10 +161,10 @@ for name, found in {
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
-# Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down, which partly averages out.
-# *Underflow* loses small numbers, always towards 0. In this network it hits the gradients of activations. Those of weights are
-# sums of what is left: hardly ever 0, but far off. BF16 has float32's range and needs no scaler, but it stores 7 bits of
-# mantissa where FP16 stores 10.
+# Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down. *Underflow* loses small numbers,
+# always towards 0. In this network hardly any gradient of a weight became 0, but without a scaled loss they are 15 % off on
+# the H200. Underflow probably hit the gradients of activations, which they are sums of. BF16 has float32's range and needs no
+# scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
 # gradient is 0.14 % off on the H200. By how many percent is it off in BF16?
@@ -185,9 +187,9 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 
 # %% [markdown]
 # In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer
-# to float32's than *throughout*'s. That is one batch with two loss factors: don't rely on it for another model. The verdict's
-# arrow goes from *scaled* to *not scaled*. Weights are random here: a trained model's gradients have another size, and another
-# share underflows.
+# to float32's than *throughout*'s. That is one batch, and the loss factors differ: $2^{16}$ with autocast, $2^{10}$ without.
+# Don't rely on it for another model. The verdict's arrow goes from *scaled* to *not scaled*. Weights are random here: a
+# trained model's gradients have another size, and another share underflows.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
 # CPU it is scored against the H200.
@@ -280,11 +282,11 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB: the difference of 48 GB is workspaces.
-# One convolution alone, 1,280 channels on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. The
-# two peaks probably come at different moments. At the 55.7 GB some 10 GB of tensors were held, together 65.9. With TF32 the
-# peak comes when more tensors are held. Where the table says 0.00, cuDNN chose an algorithm without a workspace. FP16 saves 83
-# % against the one peak and 34 % against the other.
+# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB. One convolution alone, 1,280 channels
+# on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. That is more than the 48 GB between the
+# peaks, so they probably come at different moments: at 65.9 some 10 GB of tensors are held, at 17.5 more. So the verdict's 48
+# GB are the difference of two peaks, not the size of the workspaces. Where the table says 0.00, cuDNN chose an algorithm
+# without a workspace. FP16 saves 83 % against the one peak and 34 % against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -355,7 +357,8 @@ print(f"kept: {plain_mb:.2f} MB; checkpointed {again_mb:.2f}; a quarter at a tim
 # With LoRA most weights are frozen. Forward is one part of the arithmetic, backward about one more: gradients of
 # activations, hardly any of weights. Computing the blocks again adds one part to two.
 #
-# **Your prediction:** by how many percent does checkpointing lengthen the UNet's step? The arithmetic says at most 50.
+# **Your prediction:** by how many percent does checkpointing lengthen the UNet's step? The arithmetic says at most 50. That
+# holds for a step whose time goes into arithmetic on the GPU.
 
 # %%
 my_again: float | None = None  # for example 30
@@ -374,8 +377,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # *base* by up to 15 %. Whether it cost more than the arithmetic's 50 % can't be said.
 #
 # *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the
-# same. The likely reason is the host: for each operation, in both passes, PyTorch asks a Python function whether to keep its
-# result. A trace as in lab 02 tests that.
+# same. The reason was not looked for. A suspect is the host: for each operation PyTorch asks a Python function whether to keep
+# its result. A trace as in lab 02 would tell.
 #
 # **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs
 # far more time.
@@ -423,9 +426,10 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
 # First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
-# changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or costs
-# can't be said. The two forms of AdamW can gain little: they update a thousandth of the weights. A table without *base again*
-# would not show that its differences are noise.
+# changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or
+# costs can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no
+# shorter kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can gain little:
+# they update a thousandth of the weights. A table without *base again* would not show that its differences are noise.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
@@ -552,11 +556,11 @@ lab.verdict("A3.qlora.states-small")
 # Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between
 # the two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass
 # is a block computed again, and the peak is one of them. A language model peaks at its *logits*: a number for each token and
-# each word, in three float32 copies. Checkpointing can't shrink them. Lab 07's chunked loss can.
+# each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the
-# picture are its list of allocations, up to 0.02 GB lower. The counter covers workspaces, too: at `tiny` it is mostly those.
-# The next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size.
+# picture are its list of allocations, up to 0.02 GB lower. The counter covers workspaces, too. The next cell predicts for a
+# card that isn't here: Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
@@ -638,9 +642,10 @@ my_start = None  # a whole number
 print(check("09.2", my_start))
 
 # %% [markdown]
-# **3. Write checkpointing.** Fill in `Again` without `torch.utils.checkpoint`: keep the block's input, compute the block
-# again in the backward pass. `by_hand` must have `all_kept`'s result and gradients, and keep at most a third of the bytes.
-# `block` is an argument without a gradient, so `backward` returns `None` for it.
+# **3. Write checkpointing.** Fill in `Again` without `torch.utils.checkpoint`: keep the block's input, compute the block again
+# in the backward pass. `by_hand` must have `all_kept`'s result and gradients, and keep at most a third of the bytes. The
+# gradient that is compared is `x`'s. `block` is an argument without a gradient, so `backward` returns `None` for it. You need
+# `ctx.save_for_backward`, `detach().requires_grad_()`, `torch.enable_grad` and the result's own `backward(slope)`.
 
 # %% tags=["exercise"]
 class Again(torch.autograd.Function):

@@ -168,8 +168,8 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which measures the
-# machine's noise.
+# On our recorded page *here* is one H100, and *our H100* is another card of that kind. These pictures are drawn, and compress
+# better than photographs do. The verdict waits for section 3, which measures the machine's noise.
 #
 # **Takeaway.** Decoding probably costs far more than reading, and the format decides how much.
 
@@ -198,12 +198,14 @@ with lab.attempt("forgetting files"):
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
 # %% [markdown]
-# Some disks keep a cache of their own, and some systems decline to forget. The article's advice is about slow storage, a
-# network's for example. To test yours, put `from pathlib import Path` and `by_form["PNG"] =
-# sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`, and run on from there.
+# Some disks keep a cache of their own, and some systems decline to forget. So the percentage holds for this disk and these
+# files only. The article's advice is about slow storage, a network's for example, which is not tested here. To test yours, put
+# `from pathlib import Path` and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line
+# `files, side = …`, and run on from there.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. Its pages are in the
-# page cache, so all workers share one copy, and a dataset larger than memory works, too.
+# page cache, so a dataset larger than memory works, too. Workers that are forked, as here, share one copy. A worker that is
+# *spawned* gets the dataset pickled, and pickling a map copies all its pixels. Open the file in the worker then.
 
 # %%
 shape = (len(files), side, side, 3)
@@ -232,7 +234,7 @@ took = median(ms(mapped.__getitem__, place) for place in range(8))
 print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
 # %% [markdown]
-# **Takeaway.** Where decoding sets the pace, decode once. A map costs disk, 3 bytes a pixel, and no memory of your process.
+# **Takeaway.** Where decoding sets the pace, decode once. A map costs 3 bytes of disk per pixel.
 
 # %% [markdown]
 # ## 3 · When the format matters
@@ -316,9 +318,10 @@ with lab.attempt("the law's picture"):
 # A PNG decodes in 39.7 ms, and the loop waits 59.5 for it. A JPEG decodes in 5.4, and the loop waits 25.3. The other 20 ms are
 # resizing and conversion. The map saves these, too. PNG was measured twice: the two differ by −4 to +22 % on our H100. That is
 # more than 3 %, an unsteady machine, and no time decides anything. By the formula the map's step is 58 % shorter, $1 - (162 +
-# 6) / (162 + 238)$. Measured were 55 % by the two times, so the map is probably faster. The GPU decoded a JPEG in 0.7 ms, a
-# core in 5.4: probably faster, too. It gains nothing where workers already keep $r / w$ below $c$. On two other H100s $c$ was
-# 130 and 131 ms, so measure your own.
+# 6) / (162 + 238)$. Measured were 55 % by the two times, and 57 % by the table's 2.31x, which compares round by round. So the
+# map is probably faster. The GPU decoded a JPEG in 0.7 ms, a core in 5.4: probably faster, too. These are elapsed times. They
+# don't show whether the CPU worked less, which is the claim. A faster decoder gains nothing where workers already keep $r / w$
+# below $c$. On two other H100s $c$ was 130 and 131 ms, so measure your own.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
@@ -372,9 +375,9 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# On our H100s' hosts eight processes resized 76 to 78 images a second with 16 threads each, and 562 to 668 with one each. They
-# were measured once a run, so the noise is that of section 3's base. It is above 3 %, and the verdict is *inconclusive*. An
-# effect of seven times is probably real.
+# On our H100s' hosts eight processes resized 76 to 78 images a second with 16 threads each, and 562 and 646 with one each. They
+# were measured once per run, so the noise is that of section 3's base. It is above 3 %, and the verdict is *inconclusive*. An
+# effect of more than seven times is probably real.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
@@ -460,8 +463,8 @@ script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
 
 # %% [markdown]
 # `labutils diagnose -- python train.py` runs it for some twenty steps, times ten and traces three. Then it replays the traced
-# step with one thing changed, for example without the wait for data, and ranks what that saves. This cell does the same in
-# fewer steps.
+# step with one thing changed, for example without the wait for data, and ranks what that saves. For workers this is section 3's
+# formula: $r$ is the wait for data, $c$ the rest of the step. This cell does the same in fewer steps.
 
 # %%
 watched = watch([sys.executable, str(script)], Stages(warmup=2, timed=6, profiled=2))
@@ -491,10 +494,11 @@ lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
-# On our H100 the diagnosis promised a step of 6.5 ms. It took 11 to 12. But the script's clock stops after its workers have
-# ended, and that is part of the 11. Without workers the steps took 94 to 114 ms, an unsteady machine. The share looks right.
-# Whether the step that remains was predicted too short can't be said. That step is what you should compare: a share of 89 %
-# hides it.
+# On our H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the promised step
+# was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long: this prediction was wrong. The shares, 94 and 89
+# %, hide that, so compare the step that remains. Part of the difference is the script's own: its clock stops only after its
+# workers have ended. How large that part is was not measured. Without workers the steps took 94 to 114 ms, so this machine was
+# not steady.
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix alone,
 # by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
@@ -517,10 +521,9 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # one: on our H100 capturing probably promised too much, at −20 %. Capturing and batch size probably saved most, as predicted.
 # In the first table workers saved 31 % and caching 27 %, where the prediction had caching first. Caching's rounds went from 24
 # to 45 %, so the order of these two can't be said. For *padding* the unit is time per useful token, since the step itself
-# changes size. A negative gain is a loss. *checkpointing=off* turns checkpointing off. One of Qwen3's rounds in fp32 lost 43 %
-# on our H200. Three rounds don't say why, so that row tells little. Gains don't add up: what one fix has saved, the next can't
-# save again. Article A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and
-# `iostat`. They tell where time goes, and not what a change would save.
+# changes size. A negative gain is a loss. *checkpointing=off* turns checkpointing off. Gains don't add up: what one fix has
+# saved, the next can't save again. Article A4 names other tools for such a look: Nsight Systems (`nsys profile python
+# train.py`), `perf`, `top` and `iostat`. They tell where time goes, and not what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

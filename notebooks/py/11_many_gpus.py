@@ -125,7 +125,7 @@ def timed_all_reduce(device):
 
 # %% [markdown]
 # `DistributedDataParallel`, or *DDP*, gives each rank the whole model. It averages the gradients while `backward()` runs. It
-# also gives every rank the weights of rank 0. One thing is left to you: another share of the batch on each.
+# also gives every rank the weights of rank 0. One thing is left to this script: another share of the batch on each.
 
 
 # %%
@@ -194,7 +194,9 @@ print(f"DDP on {count} ranks: the weights of one process")
 # A small message takes the same time however small it is: the *latency*. A large one takes its bytes over the bandwidth. The
 # larger it is, the nearer it comes to the link's rate: 207 GB/s at 16 MiB, 263 at 64, 297 at 256 on our H100s.
 #
-# **Takeaway.** DDP takes four lines: join, wrap, share the batch, start with `torchrun`.
+# **Takeaway.** DDP's core is four things: join, wrap, share the batch, start with `torchrun`. A real script also needs a
+# `DistributedSampler` with `set_epoch`, a seed of its own on each rank for noise and dropout, and logs and checkpoints from
+# rank 0 only.
 
 # %% [markdown]
 # ## 2 · The least that a step takes
@@ -266,14 +268,17 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # and its power. What DDP takes beyond *predicted from that* is communication, or waiting for the other rank.
 #
 # On our H100s one process was measured twice. The interval of the two rates' ratio is −14 to +3 % for the whole UNet, and 0 to
-# +10 % for LoRA. So the verdicts are *inconclusive*, and these readings are only probable. Sharing costs little: 147 ms beside
-# 145 for the whole UNet. LoRA's messages cost about 1 %. The whole UNet's cost 39 ms of 186, where the bound says 0.1. Its 3.4
-# GB take 14 ms on NVLink, and the backward pass hides them. Two H200s of another host reached 64 % with all weights, and 90 %
-# with LoRA.
+# +10 % for LoRA. So the verdicts are *inconclusive*, and these readings are only probable. Two differences lie inside that
+# noise. For the whole UNet *each for itself* took 147 ms, *one process* 145. For LoRA *DDP* took 186 ms, *each for itself* 184.
+# A cost is not seen in either, and a small one is not excluded. For the whole UNet *DDP* took 39 ms more than *each for
+# itself*, where the bound says 0.1. By the measured rates its 3.4 GB take 14 ms in buckets, and would take 12 as one message at
+# 297 GB/s. The bound says that the backward pass hides all but the last bucket. Two H200s of another host reached 64 % with all
+# weights, and 90 % with LoRA.
 #
 # Two causes are not in the bound. NCCL's kernels take a part of the GPU from computing. And a step lasts as long as its slower
-# rank. Steps by themselves took 141 to 180 ms, 156 on average. The longer of two such times is 164 on average. So waiting for
-# the slower rank is probably some 8 of the 39 ms.
+# rank. How much does the second cause take? The table has medians. The averages on record are 156 ms for steps by themselves
+# and 197 for DDP's: 41 more. Draw two of the steps by themselves: the longer one is 164 on average. So waiting for the slower
+# rank is probably some 8 of the 41 ms, if ranks vary independently. The other 33 ms are not explained here.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -383,10 +388,11 @@ plt.show()
 
 # %% [markdown]
 # The picture is Stable Diffusion's. NCCL's kernels also run while they wait: a rank that is late shows as communication of the
-# others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of that time beside
-# computation. 34 % of the traced steps is communication that nothing hides. In *ddp, lora* it is 1 %. *ddp, full* communicates
-# before its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for the other
-# rank. The profiler makes steps longer; the table's were timed without it.
+# others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of that time beside computation. 34 %
+# of the traced steps is communication or waiting that nothing hides. In *ddp, lora* it is 1 %. *ddp, full* communicates before
+# its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for the other rank. The
+# profiler makes steps longer, so 34 % holds for traced steps only. Without it, section 2's 39 of 186 ms are 21 %: that is what
+# the step itself loses.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -400,9 +406,8 @@ lab.verdict("A4.memory.fsdp")
 # *sync each* and *no_sync* steps have four micro-batches a rank. *sync each* was measured twice: 706 and 664 ms on our H100s.
 # That is an unsteady machine. *no_sync* took 578, so sending once probably saves 13 to 18 %.
 #
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. Of the 2.9 GB between them 1.7 may be the BF16
-# copies of all weights that DDP's autocast keeps for the backward pass, and FSDP gathers anew. The other 1.2 GB are not
-# explained here.
+# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained. Nor is it
+# explained that *sync each* takes 31.3 GB and *no_sync* 29.1.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and probably
 # cost time. ZeRO, of the DeepSpeed library, divides weights, gradients and optimizer state, too.
@@ -440,12 +445,15 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# No network reaches its nominal rate, so these are upper bounds. For NVLink the bound says 100 %, and section 2 measured 78.
-# Below 50 % two GPUs are slower than one. *full*, all weights, gets at most 13 % on 25 GbE, 20 % on 40 GbE and 44 % on 100 GbE.
-# So between hosts it needs InfiniBand. LoRA of Stable Diffusion may do with 1 GbE. LoRA of an 8 B model gets at most 43 %
-# there, and 98 % on 10 GbE.
+# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one. *full*, all weights, gets
+# at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so are the article's 25 and 40 GbE, which lie left of it. 1 GbE is
+# excluded for LoRA of an 8 B model, at most 43 %. All this holds for one micro-batch per step: with several, sent once, fewer
+# networks are excluded.
 #
-# **Takeaway.** The bytes of gradients for each second of computation decide which network is fast enough.
+# What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. The same
+# goes for 400G InfiniBand with *full*, and for 1 GbE with LoRA of Stable Diffusion. Only a measurement tells.
+#
+# **Takeaway.** The bytes of gradients for each second of computation decide which networks are too slow.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
@@ -571,7 +579,8 @@ print(f"One process went on from step {begun}, to the weights that nothing had h
 # %% [markdown]
 # −9 is the kill. The other rank waits for a sum that never comes: gloo's connection breaks, or `torchrun` ends the rank, with
 # −15. With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again at its
-# step. `labutils/training/checkpoint.py` writes the course's checkpoints.
+# step. Not shown here: a checkpoint of a real training also holds the state of the random numbers and the place in the data,
+# and FSDP's holds each rank's shards. `labutils/training/checkpoint.py` writes the course's checkpoints.
 #
 # **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on that divides the batch.
 

@@ -84,16 +84,14 @@ for complaint in page.passed_over:
     print("Passed over:", complaint)
 
 # %% [markdown]
-# **Takeaway.** A verdict holds for one machine, one scale and one day.
-
-# %% [markdown]
 # ## 2 · From rounds to a verdict
 #
 # **Question.** B takes 96 ms where A takes 100, and the machine's own times differ by more. Is B faster?
 #
 # **Technique.** Visit A, B and A again in turns, round after round. Each round gives a ratio. The effect is their median. Its
 # 95 % interval comes from a *bootstrap*: draw as many rounds as there are, with repetition, 2,000 times. The middle 95 % of the
-# medians is the interval. Here is a machine that becomes 29 % slower while it is measured.
+# medians is the interval. Eight rounds are few: such an interval is rough, and rather too narrow. Here is a machine that becomes
+# 29 % slower while it is measured.
 
 # %%
 dice, rounds = np.random.default_rng(3), np.arange(8)
@@ -126,6 +124,12 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # beyond 0.97 or 1.03, the machine is unsteady, and nothing is concluded. `labutils/results/effects.py` is the course's code.
 # You write the rule in exercise 3.
 #
+# Why so strict? A bootstrap interval knows only the spread of the rounds that were taken. When the base differs from itself,
+# something outside the comparison probably changes the host's speed. Nobody measured how much it changed the other rows. It can
+# be much: the same stock loop took 777 ms per step on one host and 1,450 on another, with the same kind of GPU (on record, see
+# lab 04). So such a time is shown with its interval, and decides nothing. If the change is larger than the noise, the reason
+# says so: *no time decides, though the change is larger*. A large change is worth another try on a quieter machine.
+#
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
 # %% [markdown]
@@ -133,13 +137,24 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 #
 # **Question.** How many claims hold?
 #
-# That depends on what a claim says. A *statement* gives a direction or a number: it is confirmed or refuted. A number has a
-# tolerance, which the reason tells. *Advice* promises no number: it pays here or it doesn't, and is never refuted. A
-# *predicted* claim is about a card that we don't have: a model agrees or disagrees. A *setting* claims no speed: the lab tells
-# what it does, and its verdict is *told*. *Inconclusive* means one of three things: the interval, widened by the noise, lies
-# across the claim's limit; the machine was unsteady; or a model hangs on an assumption. *Not testable here* means that this
-# machine or its runs can't answer. The reason says what would. *Differs between hosts* means that two of our machines say
-# different things.
+# That depends on the kind of claim. The course has four kinds:
+#
+# | kind | what it says | its verdicts |
+# |---|---|---|
+# | *statement* | a direction, or a number with a tolerance, which the reason tells | confirmed, refuted |
+# | *advice* | do this, without a number | pays here, costs here, makes no difference here |
+# | *predicted* | something about a card that we don't have | the model agrees, the model disagrees |
+# | *setting* | what a switch does, no speed | told |
+#
+# Three more verdicts are for all kinds but settings:
+#
+# | verdict | what it means |
+# |---|---|
+# | inconclusive | the interval, widened by the noise, lies across the claim's limit; or see below |
+# | not testable here | this machine or its runs can't answer; the reason says what would |
+# | differs between hosts | two of our machines say different things |
+#
+# *Inconclusive* is also the verdict of an unsteady machine, and of a model that hangs on an assumption.
 #
 # **Prediction.** Of the statements that our H200 and H100s tested, inconclusive ones included, how many percent do they
 # confirm?
@@ -164,7 +179,12 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# Our verdict is left of yours. A dash is *not testable here*. Look for rows with two signs that differ.
+# The percentage counts claims of many sorts: arithmetic, what a library does, memory, speed. So it is not the probability that
+# a published speed-up holds on your machine.
+#
+# In the picture our verdict stands left of yours. A dash means *not testable here*. Until you have run other labs, nearly all
+# of yours are dashes. Look at ours then: a cross is a refuted claim. Later look for rows with two different signs, neither of
+# them a dash.
 #
 # **Takeaway.** Take a published number as a hypothesis. The articles' authors measured, too, on another card, beside another host.
 
@@ -173,9 +193,9 @@ plt.show()
 #
 # **Question.** Which statements were refuted, and how far off were they?
 #
-# Where published and found are changes between two runs, the table has the ratio of what remains: 30 % less memory leaves 0.70,
-# 6.9 % less leaves 0.93, and their ratio is 1.33. It doesn't tell the direction: read both numbers. All others come last. The
-# table has the first twelve.
+# *Off by a factor of* compares what was published with what was found. An example: published were 30 % less memory, so 0.70 of
+# it remains. We found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. It is never below 1, so it doesn't say
+# which number is larger: read both. A dash means that no factor can be computed. The table shows the first twelve.
 
 # %%
 lab.table(lab12_scoreboard.farthest_off(board), otherwise="No statement was refuted.")
@@ -234,8 +254,7 @@ else:
     print("Put numbers into the cells *Prediction* of a lab, and run it to its end.")
 
 # %% [markdown]
-# **Takeaway.** A constant lean is easy to correct, scatter is not. And predict *before* you measure: afterwards everything seems to
-# have been obvious.
+# **Takeaway.** If your lean is nearly the same in many predictions, divide the next one by it. Scatter can't be corrected so.
 
 # %% [markdown]
 # ## 6 · What to try next
@@ -252,7 +271,8 @@ waiting = waiting.sort_values("claims", ascending=False).head(8)
 lab.table(waiting, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# **Takeaway.** Each untested claim costs some minutes or another machine. Begin with what settles most for its price.
+# **Takeaway.** Begin with the lab that the most claims wait for. The table at the head of each lab says what machine and how many
+# minutes it takes.
 
 # %% [markdown]
 # ## Exercises
