@@ -166,5 +166,5 @@ def in_lanes(runs: Mapping[str, Run], ladder: Ladder) -> dict[str, Run]:
     is beside the ladder is the same mathematics."""
     lanes = {rung.name: rung.lane for rung in ladder}
     for run in runs.values():
-        run.lane = lanes[run.tags["rung"]] if "rung" in run.tags else MATHEMATICS
+        run.lane = lanes.get(run.tags.get("rung", ""), MATHEMATICS)
     return dict(runs)

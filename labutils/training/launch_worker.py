@@ -9,6 +9,7 @@ rank keeps its status in rank<r>.json, so that of one that is killed at least th
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import json
@@ -40,6 +41,8 @@ from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 
 RUNS = "runs.jsonl"
+BEFORE_END_S = 60.0
+"""So long before a launch is ended its ranks print where they stand: starting them takes time."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ def main(path: str) -> None:
     """All tasks of one rank, and how it ends."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     status = RankStatus(int(os.environ["RANK"]))
+    if job["timeout_s"] > BEFORE_END_S:  # a launch that is ended has in its log where it stood
+        faulthandler.dump_traceback_later(job["timeout_s"] - BEFORE_END_S)
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
             distributed.join(job["timeout_s"])

@@ -20,7 +20,7 @@ from labutils.workloads import open_workload
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 SD = lab11_distributed.SD_RECIPE.but(accumulation=2, micro_batch=4)
 QWEN = lab11_distributed.QWEN_RECIPE.but(accumulation=2, micro_batch=1)
@@ -50,7 +50,9 @@ def measured() -> Ended:
         case("qwen ddp", "qwen3-lora-long", QWEN),
         case("qwen fsdp", "qwen3-lora-long", QWEN, parallel="fsdp"),
     ]
-    return launch(tasks, 2, "cuda").or_raise()
+    ended = launch(tasks, 2, "cuda", 840)  # two thirds of it where the host is slow
+    assert not ended.message, f"{ended.message}\n{ended.log[-6000:]}"
+    return ended
 
 
 @pytest.mark.parametrize(
