@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from labutils.results.records import REFERENCE, REPOSITORY, Results, read_file, read_runs, runs_of
+from labutils.results.records import REPOSITORY, Results, read_file, read_runs, runs_of
 from labutils.tools.diagnose import Fix, diagnose, trial
 from labutils.tools.diagnose.edits import edits
 from labutils.tools.diagnose.script import Stages, watch
@@ -86,6 +86,6 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, monkeypatch):
 
 
 def test_the_table_in_docs_is_that_of_its_records():
-    found = read_file(REFERENCE.parent / "diagnosis.jsonl").records
+    found = runs_of(read_file(REPOSITORY / "reference" / "h100" / "diagnosis.jsonl").records)
     page = (REPOSITORY / "docs" / "diagnosis.md").read_text("utf-8")
-    assert diagnosis_table.told(runs_of(found)) in page
+    assert diagnosis_table.told(found.of_newest_host()) in page
