@@ -672,10 +672,10 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
         print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour.{ruled_out}")
 
 # %% [markdown]
-# By this count no: 9,076, or 8,622 with attention, which the verdict below takes. Checkpointing is in it, section 9 says why.
-# But the head and each block's last product need no second pass: 9.2 of 32 billion parameters. That makes 9,480. The article
-# stays below, at 97 % of the peak. So the batches were probably shorter. Everything below is computed for both, *padded* and
-# *at the mean length*. Where they disagree, the model can't judge.
+# By this count no: 9,076. Checkpointing is in it, section 9 says why. But the head and each block's last product need no second
+# pass: 9.2 of 32 billion parameters. That makes 9,483, attention included, which the verdict below takes. The article stays
+# below, at 97 % of the peak. So the batches were probably shorter. Everything below is computed for both, *padded* and *at the
+# mean length*. Where they disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.

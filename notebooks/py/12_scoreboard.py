@@ -206,7 +206,7 @@ lab.table(lab12_scoreboard.farthest_off(board), otherwise="No statement was refu
 
 # %%
 lab.table(
-    lab12_scoreboard.disagreements(board), otherwise="On all that both could test, they agree."
+    lab12_scoreboard.disagreements(board), otherwise="No verdict of yours differs from ours."
 )
 
 # %% [markdown]
