@@ -326,13 +326,13 @@ for each, ms in attention.items():
     print(f"{heads:2} heads of {each:3}: {ms:.3f} ms, {rate:.3g} TFLOP/s, {us:.1f} µs a head")
 
 # %% [markdown]
-# All four lines have the same products in total. On an H200 heads of 32, 40 and 64 take about equally long. Two reasons fit,
-# and this test can't separate them. A kernel may compute all three as 64. All three also have the same number of
-# exponentials. At the published rate these take 9 µs a head, half of the time. So exponentials can't be all of it. At 128 the
-# products count again. So the gain is about 2, and not 16 / 5.
+# All four lines have the same products in total. Look at the last column, the time of *one* head. On an H200 a head of 32, of
+# 40 and of 64 takes 18 to 20 µs. Two reasons fit, and this test can't separate them. A kernel may compute all three as 64. And
+# a head has the same number of exponentials whatever its width. At the published rate these take 9 µs, half of a head's time.
+# So exponentials can't be all of it. At 128 the products count again. So the gain is about 2, and not 16 / 5.
 #
-# The convolution reaches 60 % there. Two likely reasons, which this lab doesn't separate: 320 channels fill tiles of 128 to
-# 83 %, and in 60 µs a kernel's start and end count.
+# In section 4's table the convolution reaches 60 % of its floor's rate on an H200. Two likely reasons, which this lab doesn't
+# separate: 320 channels fill tiles of 128 to 83 %, and in 60 µs a kernel's start and end count.
 #
 # **Takeaway.** Divide an operation's FLOPs by its bytes before you optimise it. If it misses its floor, ask what the
 # count leaves out.
@@ -380,8 +380,8 @@ with lab.attempt("The same kernels from a CUDA graph"):
         print(f"{way:19} {1e3 * time_ms(call) / 200:.2f} µs a kernel")
 
 # %% [markdown]
-# Called from Python, a kernel takes as long as the host's call, and the GPU waits. Replayed, only the GPU's own time remains.
-# That saves 4.3 µs a kernel on our H200. Lab 04 captures a step.
+# Called from Python, a kernel takes about as long as the host's call, and the GPU waits: 5.4 and 6.7 µs on our H200, whose
+# host's speed moves. Replayed, only the GPU's own time remains. That saves 4.3 µs a kernel on our H200. Lab 04 captures a step.
 #
 # A training loop makes few bare calls. Most of its operations pass through a module, autocast and autograd, and the backward
 # pass launches many of its kernels. So a kernel of a real step costs the host more.
@@ -430,8 +430,9 @@ lab.keep(machine);
 # %% [markdown]
 # ## 6 · A card that PyTorch was not built for
 #
-# **Question.** Article A1's author put a new card (compute capability 12.0, `sm_120`) into a machine with PyTorch 2.3.
-# PyTorch warned, went on, and then failed. When does a build run on a card? *PTX* is code between a program and machine code.
+# **Question.** Article A1's author put a new card (compute capability 12.0, `sm_120`) into a machine with PyTorch 2.3. PyTorch
+# warned, went on, and then failed. When does a build run on a card? *PTX* is an intermediate code, which the driver can compile
+# for a card that came later.
 #
 # | the build has | the driver | |
 # |---|---|---|

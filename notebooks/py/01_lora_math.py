@@ -354,8 +354,9 @@ def floors_ms(n, d, size, floor_ms):
 
 # %% [markdown]
 # **Measurement.** All take turns, nine rounds. Each round gives one ratio to the frozen layer, and the last column is their
-# median. The frozen layer takes part twice: what *frozen again* is off 1 is noise, and a smaller difference decides nothing. On
-# a GPU ten passes at a time are replayed from a CUDA graph, so that the host doesn't count. The narrow layer is SD1.5's.
+# median. The frozen layer takes part twice: how far *frozen again* lies from 1 is noise, and a difference smaller than that
+# decides nothing. On a GPU ten passes at a time are replayed from a CUDA graph, so that the host doesn't count. The narrow
+# layer is SD1.5's.
 
 # %%
 cost = []
@@ -380,10 +381,10 @@ lab.show(cost, names, experiment="adapter cost")
 # separate sums. Thin products miss their floor as well (lab 00). By its floor, rank 64 costs no more than rank 8. Measured, the
 # two can't be told apart. Against full training LoRA can save at most a third of a layer's time. At 4,096 it probably saved 7
 # %. At 320 the adapter made the layer 4.7 times as slow, full training 2.1 times. A CPU computes slowly beside its memory, so
-# there the FLOPs count, and the rank with them.
+# there the FLOPs should count, and the rank with them.
 #
-# **Takeaway.** An adapter's price is reading and writing activations once more, not its FLOPs. The wider the layer, the smaller
-# its share. LoRA is not chosen for speed.
+# **Takeaway.** An adapter's price is mostly reading and writing activations once more: 28 of the 45 % here. The wider the
+# layer, the smaller its share. LoRA is not chosen for speed.
 
 # %% [markdown]
 # ## 5 · Merge, take out, swap
@@ -502,8 +503,9 @@ for name, model in (("all trained", mlp()), ("LoRA", attach(mlp(), ("0", "2"), 8
     print(f"{name}: {kept_bytes(model, forward):,} bytes are kept for 100 tokens")
 
 # %% [markdown]
-# LoRA keeps slightly more. A's gradient needs the layer's input, exactly as W's does. The nonlinear parts keep theirs, too.
-# Without LoRA a frozen model would keep half: the inputs of GELU and of the square. Earlier layers' gradients need them.
+# LoRA keeps slightly more. A's gradient needs the layer's input, exactly as W's does. The nonlinear parts keep theirs, too. A
+# frozen model without LoRA, through which gradients pass to earlier layers, would keep half: the inputs of GELU and of the
+# square.
 #
 # **Measurement.** The same count on all of Qwen3-8B, on the meta device, with article A3's batch of four texts of 861 tokens.
 # Attention counts as a fused kernel keeps it. The model in fp32 trains under autocast, which keeps copies of the weights
@@ -542,8 +544,9 @@ fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
 print(f"{less:.1f} times less memory, for {fewer:.0f} times fewer trained numbers")
 
 # %% [markdown]
-# The 4.3 has two causes. Within bf16 LoRA takes 2.2 times less: 42 GB against 94. The rest is the number format. Its
-# activations take 25.5 GB against 28.9: the frozen norms no longer keep what only their own gradient takes.
+# The 4.3 has two causes. Within bf16 LoRA takes 2.2 times less: 42 GB against 94. The rest is the number format. LoRA's
+# activations take 25.5 GB, where those of full training take 28.9: frozen norms no longer keep what only their own gradient
+# takes.
 #
 # When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
 # narrow one, and read the peak of each phase. On a GPU that is `torch.cuda.reset_peak_memory_stats()` before a phase and

@@ -303,10 +303,10 @@ print(f"a step: 4 x {image_ms:.1f} ms of images and the longer of the two, {form
 
 # %% [markdown]
 # Reading images, launching kernels: the host does both, one after the other, while the GPU runs kernels. A kernel inside a
-# module costs the host several times a bare launch, because Python, autograd and autocast take part. It is what lab 00 calls
-# a host's second constant, measured anew: it belongs to these modules and this host. On our H200s it was 22 µs in lab 00 and
-# 38 here. On a CPU an operator also does its work in that time. The real network's are larger, so the formula may say too
-# little.
+# module costs the host several times a bare launch, because Python, autograd and autocast take part. It is what lab 00 calls a
+# host's second constant, measured anew: it belongs to these modules and this host. On our H200s it was 22 µs in lab 00 and 38
+# here. Without a GPU the constant also contains the operator's arithmetic. The real network's tensors are larger, so there the
+# formula may say too little.
 #
 # **Your prediction:** how many ms does an optimizer step take? Take the formula's number, or correct it.
 
@@ -331,11 +331,10 @@ lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 # small loop's constant gives 5 % more than measured. On record it gave 5 and 16 % less in two other sessions, and this page's
 # eight steps took 1,075 to 1,464 ms. So the test is rough: it rules out the bare launch, no more.
 #
-# The *floor* is the time that the step's arithmetic needs at the GPU's measured rate. Hosts differ: 777 to 1,450 ms for this
-# step on the same kind of GPU.
+# The *floor* is the time that the step's arithmetic needs at the GPU's measured rate.
 #
-# **Takeaway.** While the host is far slower than the GPU, a step's time is its data plus kernels times the host's time for
-# one. When the two are close it is longer, because the loop stops to wait for the GPU. Trust a profile for counts, order and
+# **Takeaway.** While the host is far slower than the GPU, data plus kernels times the host's time for one *estimates* a step.
+# When the two are close, expect more, because the loop stops to wait for the GPU. Trust a profile for counts, order and
 # kernels, and a clock for the host.
 
 # %% [markdown]
@@ -375,8 +374,9 @@ lab.show([lab.keep(stock)], columns, experiment="stock")
 lab.verdict("A1.stock.utilization")
 
 # %% [markdown]
-# *GPU-busy* is the time of the trace's kernels over the step's time by the clock. A trace alone says less: profiled steps are
-# longer. *MFU*, model FLOPs utilisation, is the share of the data sheet's arithmetic that the step used.
+# On the H200 the driver said 16 %, the trace 13 %, MFU 0.9 %. *GPU-busy* is the time of the trace's kernels over the step's
+# time by the clock. A trace alone says less: profiled steps are longer. *MFU*, model FLOPs utilisation, is the share of the
+# data sheet's arithmetic that the step used.
 #
 # **Takeaway.** Utilisation says how often the GPU was not idle, not how well it was used. MFU compares with the matrix
 # units' peak. A step that memory limits has a low MFU even at its best; lab 00's roofline gives that limit.
@@ -626,9 +626,9 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # launched slowly. A flush took 0.08 ms, too little for a gap of milliseconds. The GPU idles for some 100 ms of the step, on
 # record most of it in forward and backward.
 #
-# This pair doesn't isolate logging. On record the ring buffer's loop waits 128 ms per step for data, the synchronous one 20.
-# So its waits probably moved to the batch's copies. Besides, the machine was unsteady. Whether less logging helps can't be
-# said.
+# This pair doesn't isolate logging. The table leaves out `data_ms`: the ring buffer's loop waits 128 ms per step for data, the
+# synchronous one 20. So its waits probably moved to the batch's copies. Besides, the machine was unsteady. Whether less logging
+# helps can't be said.
 #
 # **Takeaway.** A trace shows where the host *was* during a gap. That need not be *why* the GPU idled. First test a suspect
 # alone.

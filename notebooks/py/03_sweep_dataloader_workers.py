@@ -213,9 +213,9 @@ for workers in (0, 1, 2):
 assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w in range(13))
 
 # %% [markdown]
-# On our H200 the times are 9 to 18 % above the formula. That can have five causes. Reading is slower than when timed alone.
-# At two workers $r/w$ and $c$ are equal here, and a real queue of uneven batches then takes longer than either. Workers slow
-# each other down. Other programs use the same cores. Taking a ready batch costs milliseconds, too.
+# On our H200 the times are 9 to 18 % above the formula. Four things can cause that. Reading may be slower than when timed
+# alone. At two workers $r/w$ and $c$ are equal here, and a real queue of uneven batches then takes longer than either. Workers
+# may slow each other down. Taking a ready batch costs time, too.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.
@@ -307,19 +307,20 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 #
 # - **At no workers:** the formula passes through the point, because $r$ and $c$ come from it.
 # - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
-# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms. Drawn
-#   from *workers 0, again*, it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
-# - **The best number:** compare two of them by the ratios within rounds, as `time_effect(runs["workers=1"],
-#   runs["workers=8"])` does. The table's speed-ups share their base: whether their intervals overlap is no test. On our
-#   H200's record two workers took 10 % less time than one (3 to 13 %), and eight 7 % less (0 to 21 %). The noise is −9 to +8
-#   %, so it can explain both. Then choose the smallest number: one. One probably beats none: the wait for data fell from 268
-#   to 17 ms.
+# - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms. Drawn from
+#   *workers 0, again*, it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
+# - **The best number:** compare two of them by the ratios within rounds, as `time_effect(runs["workers=1"], runs["workers=8"])`
+#   does. The table's speed-ups share their base: whether their intervals overlap is no test. That call gave for our H200: two
+#   workers took 10 % less time than one (3 to 13 %), and eight 7 % less (0 to 21 %). The noise is −9 to +8 %. Both intervals
+#   reach into it, so neither difference is established. Then choose the smallest number: one. One probably beats none: the wait
+#   for data fell from 268 to 17 ms.
 #
 # On our H200 the formula says 602 ms from one worker on. Measured were 634 to 566, from 5 % more to 6 % less. That is within
-# the noise, which is so large that the formula could hardly have failed: this test is weak. The wait for data probably
-# follows the formula: one worker takes it from 268 to 17 ms. The rest of the step should stay the same. It was 602 ms without
-# workers and 561 with three. But without workers, *again*, it was 549, so noise alone can explain the difference. In the loop
-# a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone: hosts and minutes differ.
+# the noise, which is so large that the formula could hardly have failed: this test is weak. By the formula one worker takes the
+# wait for data to 0. It fell from 268 to 17 ms, and stayed there with more workers: probably what taking a ready batch costs.
+# The rest of the step should stay the same. It was 602 ms without workers and 561 with three. But without workers, *again*, it
+# was 549, so noise alone can explain the difference. In the loop a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone:
+# hosts and minutes differ.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
 # formula. What remains is $c$. Lab 04 looks at what it consists of. Hosts differ: the stock step took 777 to 1,450 ms on the
@@ -527,10 +528,9 @@ with lab.attempt("Copies from pageable and pinned memory"):
 lab.verdict("A1.pin.needs-both")
 
 # %% [markdown]
-# In the verdict, *this* is what non-blocking changes from pageable memory, *against* what it changes from pinned memory. From
-# pageable memory it changes little on our H200: 196 instead of 221 µs. Behind queued work three of the four copies also wait
-# for that work, nearly 7 ms. If a loop waits nowhere else, this wait costs more than the copy itself. Probably only the pinned,
-# non-blocking copy lets the host go on at once.
+# Only the pinned, non-blocking copy let the host go on, after 13 µs on our H200. Behind queued work the other three held it
+# until that work was done, nearly 7 ms. In the verdict, *this* is what non-blocking changes from pageable memory, *against*
+# what it changes from pinned memory. It borrows the sweep's noise, and that machine was unsteady.
 #
 # **Measurement.** And the step? Three workers, with and without both, in the rounds of section 3:
 
@@ -543,9 +543,10 @@ lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
 # Two things probably change. The copies hold the host for less time. The wait for data falls, since a thread of the training
-# process takes batches from the workers and pins them: from 18 to 1 ms a step on our H200. That is some 3 % of the step.
-# Whether the step got shorter can't be said here. It took 579 and 581 ms. Round by round it was 7 % longer (2 to 10 %), with a
-# noise of −9 to +8 %.
+# process takes batches from the workers and pins them: from 18 to 1 ms a step on our H200. That is some 3 % of the step. The
+# medians are 579 and 581 ms. Round by round the pinned loop took 7 % longer (2 to 10 %), the table's 0.94x. The base of that
+# row was not measured twice, so the row has no mark. The sweep's noise, −9 to +8 %, is larger: whether the step got shorter
+# can't be said.
 #
 # **Takeaway.** Pinned *and* non-blocking probably frees the host from the copy. Find out first who copies, how large the copy's
 # share of your step is, and how long the loop waits to take a batch.

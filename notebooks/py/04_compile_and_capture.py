@@ -19,8 +19,9 @@
 # # Lab 04 · Compile and capture
 #
 # Article A1 adds workers (lab 03), compiles the UNet, pins memory, and ends 2.96 times as fast as it began. You climb its
-# rungs, and go on: first the same work with less of the host, then less work for the same gradients. Each technique stands in a
-# cell of its own, small enough to paste into a script of yours. Then the course's loop does the same to Stable Diffusion.
+# rungs, and go on: first the same work with less of the host, then less work for the same gradients. Each technique but one
+# stands in a cell of its own, small enough to paste into a script of yours. Of the captured step a cell shows one micro-step.
+# Then the course's loop does the same to Stable Diffusion.
 #
 # **After this lab you can**
 # - compile a block, and say after how many steps that has paid;
@@ -181,9 +182,9 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 # %% [markdown]
 # Kernel time is the GPU's: 164 ms per step on the H100 and 137 compiled, 156 and 131 on the H200's record. The step itself is
 # the host's: the stock loop has taken from 777 to 1,450 ms on the same kind of GPU. The ratio was 1.5 on the H100 and 1.6 on
-# the H200's record. Both machines were unsteady, so these two ratios decide nothing. If they exceed the launches' 1.4, the
-# cause is probably that compiled code runs less Python. The compiled kernels take 137 of 398 ms on the H100, so the GPU waits
-# most of the time. For the UNet, $n = (119 - 0.7) / (0.586 - 0.398)$, some 630 steps. Take it for an order of magnitude.
+# the H200's record. Both machines were unsteady, so these two ratios decide nothing. The compiled kernels take 137 of 398 ms
+# on the H100, so the GPU waits most of the time. For the UNet, $n = (119 - 0.7) / (0.586 - 0.398)$, some 630 steps. Take it for
+# an order of magnitude.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -236,9 +237,7 @@ with lab.attempt("reduce-overhead, provoked and cured"):
 # `backward()` of a step leaves its gradients there, as `.grad`. The next micro-step overwrites them, and PyTorch notices.
 #
 # There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: tell PyTorch where an
-# optimizer step begins, so that its four micro-steps share no memory. Before PyTorch 2.13 the error message advises to mark
-# every call. Don't: each mark frees the gradients of the micro-step before ([issue
-# 169545](https://github.com/pytorch/pytorch/issues/169545)).
+# optimizer step begins, so that its four micro-steps share no memory.
 #
 # The course's loop tried two modes with accelerate's branch, each in a process of its own, on a small model.
 
@@ -336,9 +335,9 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* has both. The table compares it with *pinned*. Against the plain loop it is 0.89 on the H100, and 1.08 on
-# the H200's record. Noise is as large, so neither number decides. The rung is here for what comes next. A speed-up is the
-# median of ratios round by round, so it can differ from the quotient of two times.
+# *No host waits* has both. The table compares it with *pinned*. Against the plain loop it is 0.89 on the H100, and 1.08 on the
+# H200's record. Noise is as large, so neither number decides. A speed-up is the median of ratios round by round, so it can
+# differ from the quotient of two times.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
@@ -428,9 +427,10 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # *adds*. A graph that was captured without gradients repeats the storing, and each replay overwrites the one before. So
 # allocate gradients first, and zero them in place.
 #
-# The captured step of the ladder is in no cell. It is the class `GraphStep` in `labutils/training/step.py`: one graph of four
-# micro-steps, unscaling, clipping, AdamW and the log. The cell above captures one micro-step only. `GraphStep` also puts back
-# what its warm-up steps changed.
+# No cell holds the ladder's captured step; `GraphStep` in `labutils/training/step.py` does. To write it, allocate tensors for
+# all four micro-batches and a zero `.grad` for each parameter. Keep copies of parameters, moments, loss scale, log and random
+# state, run the whole step a few times to warm up, and put these back. Then capture one function: zero the gradients in place,
+# four forward and backward passes, unscale, clip, AdamW, `ring.put`. In each step copy the batches in and replay.
 #
 # **Your prediction:** the compiled step's kernels take 137 ms on the H100; the table of section 1 has yours. How many
 # milliseconds does the captured step take?
@@ -513,9 +513,8 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The table compares with *whole-step graph*. Against the rung above, *encoders compiled* saves most, 46 ms, and *side by
-# side* has the largest factor, 1.58. Launches were free already. So compiling probably helps because merged kernels move
-# fewer bytes.
+# The table compares with *whole-step graph*. Against the rung above, *encoders compiled* saves most, 46 ms, and *side by side*
+# has the largest factor, 1.58. So compiling probably helps because merged kernels move fewer bytes.
 #
 # **Takeaway.** When the GPU is busy, ask what with: unmerged chains, copies between layouts, and kernels that fill a part of
 # it.
@@ -619,21 +618,21 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 # From the first rung to the last the step probably became 34 times as fast on the H100 (31 to 41), and 31 times on the H200's
 # record (29 to 36). The last rung takes 2.9 and 2.7 times its floor.
 #
-# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). At its 85 %
-# utilisation, removing all idle time gains a factor of 1 / 0.85. Our compiled step was two thirds idle. So *same work* gains
-# most with a slow host and a fast card, and *same mathematics* with any.
+# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). If its
+# 85 % utilisation were time with a kernel running, removing all idle time would gain a factor of 1 / 0.85. Our compiled step
+# was two thirds idle. So *same work* gains most with a slow host and a fast card, and *same mathematics* with any.
 #
-# The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, and 20 and 27 % on
-# the H200's record. So this verdict *differs between hosts*.
+# The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, and 20 and 27 % on the
+# H200's record. So this verdict *differs between hosts*. Utilisation was not measured twice: read it as weakly as the times.
 #
-# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x. *Channels last*, *merged
-# batch* and *folded LoRA* are hollow, too. Their intervals are narrow, since captured steps jitter less than the stock loop.
-# So they are probably gains. By this lab's rule no time decides here, hollow or filled.
+# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x: the round's second stock loop
+# was 4 to 20 % shorter than its first. *Channels last*, *merged batch* and *folded LoRA* are hollow, too. Their intervals are
+# narrow, since captured steps jitter less than the stock loop. They are probably gains. By this lab's rule no time decides
+# here, hollow or filled.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its
 # exponentials (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too:
-# up to a microsecond between two kernels of a graph, some 1,600 times a step. So GPU-busy is 92 % traced, and 96 % by kernel
-# time over step time.
+# up to a microsecond between two kernels of a graph, some 1,600 times a step.
 
 # %%
 def kinds(found):
@@ -737,8 +736,7 @@ print(faster_than(4, by_micro_steps, replayed, eight_images, three_times, tolera
 #   trees](https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html), [CUDA graphs in
 #   training](https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/), [channels
 #   last](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
-# - R. Rombach and others: *[Latent Diffusion Models](https://arxiv.org/abs/2112.10752)*, 2022. What the VAE, the text encoder
-#   and the UNet are for.
+# - R. Rombach and others: *[Latent Diffusion Models](https://arxiv.org/abs/2112.10752)*, 2022.
 # - meta-pytorch: *[gpt-fast](https://github.com/meta-pytorch/gpt-fast)*. One named speed-up at a time, for text generation.
 # - The course's [glossary](../docs/glossary.md).
 #

@@ -20,7 +20,8 @@
 #
 # Article A2 replaces the linear layers of a language model by layers in FP8, numbers of 8 bits. Tensor cores multiply them at
 # twice the rate of 16-bit numbers. Yet the article's step got only 4 to 7 % shorter, and its memory stayed as it was. In this
-# lab you find what can take the speed away. You write a frozen layer that, compiled, is faster than BF16's and half as large.
+# lab you find what can take the speed away. You write a frozen layer that, compiled, is probably faster than BF16's, and half
+# as large.
 #
 # **After this lab you can**
 # - read the 8 bits of an FP8 number, and say what a cast does beyond the range and near zero;
@@ -447,9 +448,9 @@ plt.show()
 lab.verdict("A2.fp8.rate")
 
 # %% [markdown]
-# The formula is for the red curve: quantised on the way, and compiled. That curve crosses 1 later: at side 1,024 the product
-# alone gains little on the H200, and quantising is a kernel more. Eager quantising takes several kernels, each over all of
-# $x$. At 8,192 the red curve beats the formula there.
+# The formula is for the red curve: quantised on the way, and compiled. That curve crosses 1 later: a small kernel has a time of
+# its own, which the formula leaves out. Green does, too. At 8,192 red beats the formula, and green. Green has one scale for
+# the tensor, red one for each row. Why red is faster there wasn't measured.
 #
 # **Takeaway.** Only the tensor core is nearly twice as fast. By bytes alone FP8 needs a thousand outputs. Square products on
 # the H200 won from 2,048 on with quantising compiled, and from 8,192 on eager.
@@ -492,8 +493,8 @@ y = FrozenFP8.apply(x, W8, inverse)
 
 # %% [markdown]
 # It is the course's layer, `labutils/layers/quantization/fp8_linear.py`, without its padding and checks. That one takes any
-# number of rows. The article's layer refused its vision encoder's 577 tokens. An FP8 product needs a summed dimension
-# divisible by 16, and $\mathrm dW$ sums over rows. A frozen layer has no $\mathrm dW$.
+# number of rows. The article's layer refused its vision encoder's 577 tokens. Transformer Engine wants rows in multiples of 8:
+# lab 06 prints its error. Rows are what $\mathrm dW$ sums over, and a frozen layer has no $\mathrm dW$.
 #
 # **Prediction.** How far off is $\mathrm dX$?
 
@@ -535,8 +536,8 @@ lab.show(
 # %% [markdown]
 # On record, from an earlier session, `te.Linear` held 2 bytes a parameter at rest and 4 running: the BF16 weight, and two
 # copies in FP8. That weight stays, so memory can't shrink. Why the article's didn't grow isn't answered here: lab 06's model
-# took 0.4 GB more. The frozen layer has half of BF16's bytes. On the H200 it is slower than BF16 in eager PyTorch, for
-# section 5's reason. Compiled, it is both smaller and faster.
+# took 0.4 GB more. The frozen layer has half of BF16's bytes. On the H200 it is slower than BF16 in eager PyTorch, for section
+# 5's reason. Compiled, it is smaller, and probably faster: 0.86 instead of 1.39 ms.
 #
 # **Technique: the article's way.** It attached LoRA first, since PEFT refused `te.Linear`, then swapped the layers. Its swap takes
 # every `nn.Linear` of language model and projector, adapters included. The course swaps frozen layers only, without the head.
@@ -690,11 +691,11 @@ for name, build in models.items():
     lab.table(by_type[chosen].rename_axis("layer").reset_index())
 
 # %% [markdown]
-# In FP8 the number of scales hardly matters: 3.7 % nearly everywhere, since each number brings its own exponent. Blocks of
-# 32, on record, gave 3.8 %. INT8 has one step size for a tensor, so compare it with *forward tensor*: it is better on even
-# tensors, worse on outliers. *o_proj* and *lm_head* saw no planted outlier. *down_proj* has some of its own: its input is a
-# product of two activations. Rows look better with outliers only because of how we planted them: the outlier is each row's
-# maximum, which 448 holds exactly.
+# In FP8 the number of scales hardly matters: 3.7 to 3.8 % with one scale for the tensor, since each number brings its own
+# exponent. Blocks of 32, on record, gave 3.8 %. INT8 has one step size for a tensor, so compare it with *forward tensor*: it is
+# better on even tensors, worse on outliers. *o_proj* and *lm_head* saw no planted outlier. *down_proj* has some of its own: its
+# input is a product of two activations. Rows look better with outliers only because of how we planted them: the outlier is each
+# row's maximum, which 448 holds exactly.
 #
 # From which size of outlier on is INT8 worse? One layer, three of 1,024 channels made larger. The output calls this factor
 # *sigma*:
@@ -712,15 +713,16 @@ for sigma in (1, 5, 10, 20, 50, 100):
     )
 
 # %% [markdown]
-# Between 5 and 10 INT8 falls behind. A channel's largest value is about three times the factor, in sigma of the other
-# channels. So the border is an outlier of 15 to 30 sigma. Trained models have such outliers.
+# Between 5 and 10 INT8 falls behind. *5 sigma* means here: the channel's standard deviation is 5 times the others'. The largest
+# of its numbers is about three times that. So the border is a *value* of 15 to 30 sigma. LLM.int8(), below, reports such values
+# in trained models.
 #
 # Too few scales cost FP8 *range*, not precision: gradients far below the tensor's largest become 0 (*flushed*). A scale for
-# each row flushes fewer, because a row is one token, and tokens' gradients differ in size. On record, with planted outliers,
-# it flushes 0.02 instead of 0.38 %, and the error is 3.70 instead of 3.74 %. That is hardly a reason for either. E5M2 flushes
-# almost nothing, but its error is 5.8 %. The course's frozen layer has E4M3 both ways, and quantises each row by itself.
-# *lm_head*'s gradient is nearly one number a row, at the right token. Both formats hold that number, and what is left is the
-# weight's error.
+# each row flushes fewer, because a row is one token, and tokens' gradients differ in size. On record, with planted outliers, it
+# flushes 0.02 instead of 0.38 %, and the error is 3.70 instead of 3.74 %. That is hardly a reason for either. E5M2 flushes
+# almost nothing, but its error is larger, in most layers 5.8 %. The course's frozen layer has E4M3 both ways, and quantises
+# each row by itself. *lm_head*'s gradient is nearly one number a row, at the right token. Both formats hold that number, and
+# what is left is the weight's error.
 #
 # Random weights can't say whether 3.7 % a layer harm training. Lab 06 compares losses over seeds.
 #
@@ -732,7 +734,7 @@ for sigma in (1, 5, 10, 20, 50, 100):
 # **Question.** Blackwell's tensor cores multiply formats with a scale for each block. What do they cost and hold?
 #
 # **Technique.** MXFP8: E4M3, and for each 32 neighbours a power of two in 8 bits. NVFP4: eight magnitudes, and for each 16
-# neighbours a scale in E4M3. A further scale for the tensor is left out here.
+# neighbours a scale in E4M3.
 
 # %%
 GRID = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # the magnitudes of E2M1
@@ -760,7 +762,7 @@ print(f"NVFP4: {4 + 8 / 16} bits a number, {off(nvfp4(x), x):.1%} off")
 # The scales lie *along* the summed dimension, and the tensor core applies them as it adds. Section 6's detour, scales folded
 # into $\mathrm dY$, is not needed. But a transposed matrix has other blocks. Even a frozen weight then needs two copies, one
 # each way, or a new quantisation in each backward pass. FP4 doubles the rate again (3,511 against 1,756 TFLOP/s in article A3's
-# data sheet, both with sparsity), and $n^*$ changes with it. Nobody here has measured a Blackwell card.
+# data sheet, both with sparsity).
 #
 # **Takeaway.** A block's scale costs a quarter to half a bit a number. Four bits cost three to four times the error of eight.
 
@@ -832,11 +834,9 @@ print(smaller_than(4, restoring, lean, some_inputs, share=0.1, module=frozen_lay
 # - P. Micikevicius and others: *[FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433)*, 2022.
 # - NVIDIA: *[Transformer Engine's documentation](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/)*.
 # - T. Dettmers and others: *[LLM.int8()](https://arxiv.org/abs/2208.07339)*, 2022, on outliers.
-# - A. Kuzmin and others: *[FP8 Quantization: The Power of the Exponent](https://arxiv.org/abs/2208.09225)*, 2022.
 # - B. Rouhani and others: *[Microscaling Data Formats](https://arxiv.org/abs/2310.10537)*, 2023.
 # - Casts above 448: [pytorch#178817](https://github.com/pytorch/pytorch/pull/178817),
 #   [ao#1912](https://github.com/pytorch/ao/issues/1912).
-# - The course's [glossary](../docs/glossary.md).
 #
 # Next: lab 06, where FP8 meets images of any shape.
 

@@ -282,10 +282,11 @@ lab.show(runs.select(**some), lab06_anyres.side_by_side, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# BF16 came twice, and differed by more than 3 %: an unsteady machine. So no time decides. At batch 1 *compile* and *fixed*
-# probably save time, QLoRA and *fp8-frozen* save memory. FP8 probably costs time. On our first H200 *fp8-te* took 31 % longer
-# than BF16 at batch 1, 12 % less at batch 4. Why is open. On that H200 the lines of memory crossed at batch 10. The formula
-# says 13: it leaves out the block that is computed again, with float32 inside, too.
+# - **Time:** BF16 came twice, and differed by more than 3 %: an unsteady machine. So no time decides. At batch 1 *compile* and
+#   *fixed* probably save time, FP8 probably costs time. On our first H200 *fp8-te* took 31 % longer than BF16 at batch 1, 12 %
+#   less at batch 4. Why is open.
+# - **Memory:** QLoRA (8.1 GB) and *fp8-frozen* (10.4) save it; BF16 has 17.4.
+# - **Crossing:** batch 10 on our first H200, 13 by the formula.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -341,8 +342,7 @@ plt.show()
 
 # %% [markdown]
 # Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default the second length is
-# compiled anew, and its code then takes any length. The third step brings that length, and is nearly all compiler. After 8
-# versions of a function PyTorch runs it uncompiled.
+# compiled anew, and its code then takes any length. After 8 versions of a function PyTorch runs it uncompiled.
 #
 # Asking the device for a size splits its graph: a *graph break*. Each piece has guards of its own. To put image tokens into
 # their places, the published model counts them on the device. A collator can say beforehand which image token belongs where.
@@ -409,7 +409,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes did
 # not make the article's compiler start over. On varied images the published model goes on recompiling.
 #
-# **Takeaway.** Places from the collator and compiled blocks together end recompilations, for images of any shape.
+# **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on, in six steps of varied
+# images.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
@@ -475,8 +476,7 @@ lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="me
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points, and seven are left for
-# constant shapes. Our own rest is negative: there the host probably sets the pace, and less work saves less time. If it did so
-# in the article, more than seven are left.
+# constant shapes. Our own rest is negative: there the host probably sets the pace, and less work saves less time.
 #
 # In one more experiment images stay and shapes become constant. Rows are as long as they come (*blocks compiled*) or padded to
 # one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles nothing.
@@ -498,7 +498,7 @@ lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 # %% [markdown]
 # Padded rows took 18 % less a computed token on the H200. That is within the noise. So the part of constant shapes stays open.
 #
-# On the H200 the dots lie far from this line: ignore its percentages.
+# On our H200 the dots don't lie on a line: ignore its percentages.
 
 # %%
 run = shaped["no host waits" if tiny else "blocks compiled"]
@@ -583,7 +583,8 @@ for loss in losses.values():
 
 # %% [markdown]
 # The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *packed* includes the chunked
-# loss, *answers only* needs only the answers' logits, *cached features* skips the tower.
+# loss, *answers only* needs only the answers' logits, *cached features* skips the tower. *FP8 weights* is drawn under *same
+# mathematics*, but it rounds weights, activations and gradients: section 8 compares losses.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -609,8 +610,9 @@ lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
 # The verdict is on *blocks compiled*. Packed, AnyRes probably computes 1,000 tokens, padding included, about as fast as
-# *fixed*: 63 against 65 ms. A packed step has four times as many tokens, which alone helps. It takes 58 GB instead of 27, and
-# its gradient is that of a larger batch. The table's ms are a median step's, its rates of all steps together.
+# *fixed*: 63 against 65 ms. A packed step has four times as many tokens, which alone helps. It takes 59 GB, where *fixed* takes
+# 26 and *blocks compiled* 27, and its gradient is that of a larger batch. The table's ms are a median step's, its rates of all
+# steps together.
 #
 # **Takeaway.** On our H200 all rungs together probably gave about four times as many useful tokens a second. BF16 differed
 # from itself by −26 to +28 %. Of single rungs only FP8's gain lies outside that noise, barely.
@@ -669,8 +671,6 @@ taken = FrozenFP8Linear.from_linear(tower)(torch.randn(577, 1024, device=lab.dev
 print("577 rows through the frozen layer:", tuple(taken.shape))
 
 # %% [markdown]
-# The tower does 2 % of a step's FLOPs, so FP8 could save little computing there.
-#
 # Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with
 # *o_proj*, which the article calls sensitive, and *down_proj* left in BF16; and lab 05's frozen layer, under PEFT's plain LoRA
 # layer.
@@ -791,8 +791,8 @@ steps = model = None
 # Within a step both copies exist. QLoRA needs less: section 3's model took 8.1 GB with it, and 10.4 with lab 05's layer. On a
 # CPU *BF16* is float32, and FP8 is emulated.
 #
-# FP8 was probably slower here and in section 3, and faster in section 6, with packed rows and compiled blocks. Which matters
-# was not measured.
+# FP8 was probably slower here and in section 3, and faster in section 6, with packed rows and compiled blocks. Which of these
+# differences matters was not measured.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -867,10 +867,10 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# BF16's own final losses lie within 1.1 %: 6.01, 5.95 and 5.98, on record. Unlike in the toy, most effects are larger. All
-# five methods differ from BF16 with one sign on three seeds. That is a hint: for one method chance alone gives it in one case
-# of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's is larger than BF16's, the others are smaller.
-# *fp8-te-mixed* drops as far as *fp8-te*, 4.28: sensitive layers in BF16 changed nothing here.
+# BF16's own final losses lie within 1.1 %: 6.01, 5.95 and 5.98, on record. All five methods differ from BF16 with one sign on
+# three seeds. That is a hint: for one method chance alone gives it in one case of four. Methods also start elsewhere, so
+# compare *loss drops*. QLoRA's is larger than BF16's, the others are smaller. *fp8-te-mixed* drops as far as *fp8-te*, 4.28:
+# sensitive layers in BF16 changed nothing here.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -966,8 +966,9 @@ if on_gpu and answers:
 lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. FP8 with
-# fixed shapes, the article's choice, is probably slowest: 1,032 ms per step, the first 30.7 s.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. BF16's
+# first step of 2.7 s probably loads what all need: with the others' 0.6 s it would be 33. FP8 with fixed shapes, the article's
+# choice, is probably slowest: 1,032 ms per step, the first 30.7 s.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 
@@ -1061,7 +1062,6 @@ print(smaller_than(4, from_all, from_answers, few_targets, share=0.1, module=hea
 #   recompilations.
 # - M. Krell and others: *[Efficient Sequence Packing without Cross-contamination](https://arxiv.org/abs/2107.02027)*, 2021.
 # - NVIDIA: *[Transformer Engine's documentation](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/)*.
-# - The course's [glossary](../docs/glossary.md).
 #
 # Next: lab 07, four bits.
 

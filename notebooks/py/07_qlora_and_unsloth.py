@@ -37,7 +37,7 @@
 # | `full` | a GPU of 141 GB | 9 minutes |
 #
 # At `full` the models are Qwen3-8B and Qwen3-32B, at `small` Qwen3-0.6B. Weights are random unless you set `weights = "hub"`:
-# time and memory are the real model's. A CPU shows the techniques and counts. It has no speed of a GPU to show, and no unsloth.
+# time and memory are the real model's. A CPU has no speed of a GPU to show, and no unsloth.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -158,7 +158,8 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# The largest of a million such numbers is near 5 sigma without any outlier.
+# The largest of a million such numbers is near 5 sigma without any outlier. The claim says that all other codes become 0, or
+# nearly so. At 100 sigma it is 31 %: the verdict only asks whether it is more than without an outlier.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -313,8 +314,8 @@ print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
 # `prepare_model_for_kbit_training` does two things beside the 4 bits. It turns checkpointing on, and turns all other frozen
-# parameters into float32: embedding, norms, head. Without it they stay in 16 bits. So "QLoRA against LoRA" compares three
-# changes. The course's loop trains the same layers:
+# parameters into float32: embedding, norms, head. So "QLoRA against LoRA" compares three changes. The course's loop trains the
+# same layers:
 
 
 # %%
@@ -404,7 +405,8 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 # %% [markdown]
 # ## 4 · What 4 bits alone cost
 #
-# **Question.** Lab 06's step got longer with 4-bit weights. The article blames dequantising. How long does that take?
+# **Question.** Lab 06's step probably got longer with 4-bit weights, on an unsteady machine. The article blames dequantising.
+# How long does that take?
 #
 # **Technique.** Restoring $n$ weights reads 4.127 bits each and writes 16. Bytes over bandwidth:
 #
@@ -496,18 +498,15 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 4 bits made the step 56 ms longer: 14 %, interval 6 to 18. The kernels that restore weights take 17 of the 56,
-# about what their bytes say. What takes the other 39 is not known. A trace of *packed* beside that of *packed, 4 bits* would
-# tell: do the kernels take longer, or does the GPU wait longer? The host is a suspect: a 4-bit layer is several launches and
-# more Python.
-#
-# In lab 06's step the kernels take 27 ms. Its 672 calls would cost this host 118 ms, if each cost what a forward call does
-# here.
+# On the H200 4 bits made the step 56 ms longer: 14 %, interval 6 to 18. The kernels that restore weights take 17 of the 56. The
+# formula says 16, with the rate that the same kernel reached on one large matrix: 2,190 GB/s, half of a copy's. What takes the
+# other 39 is not known. Traces of both recipes would tell. The host is a suspect: a 4-bit layer is several launches and more
+# Python.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
-# **Takeaway.** Predict a format's cost from its bytes. If a step takes longer than that, trace it.
+# **Takeaway.** Predict a format's cost from its bytes and its kernel's rate. If a step takes longer, trace it.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -551,9 +550,9 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# The eight blocks' inputs are all that is kept. The other eight tensors are empty. These copies stop the GPU. The course's
-# `Parking` (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor
-# while the block behind it is computed.
+# The eight blocks' inputs are all that is kept. These copies stop the GPU. The course's `Parking`
+# (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor while the
+# block behind it is computed.
 #
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
@@ -570,13 +569,13 @@ lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
 # Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 577 ms. Checkpoints made
-# 355 of them. Restoring weights three times makes 24, by section 4's formula. The other 198 are not taken apart. The host is a
-# suspect, as in section 4. Float32 is one here only: after PEFT's preparation blocks hand on float32 numbers.
+# 355 of them. Restoring weights three times makes 24, by section 4's formula. The other 198 are not taken apart. Float32 is a
+# suspect: after PEFT's preparation blocks hand on float32 numbers. The host is another. Against them works section 4's trap:
+# PEFT's 4-bit layer saves casts that LoRA's has.
 #
 # QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4 more. In section 4 the format alone saved
 # 10 GB, without PEFT's float32. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB. That is one
-# setting: here the *logits*, one number for each token and each of 152 thousand words, set the peak. Section 7 computes the
-# loss chunk by chunk.
+# setting: here the *logits*, one number for each token and each of 152 thousand words, set the peak.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -680,6 +679,7 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA.
 # On short texts it is worth two in memory, and probably near three in time: QLoRA's own readings there were 981 and 838 ms. By
 # the medians it gains more on short texts, against the article. This lab doesn't measure which of its parts brings that.
+# unsloth ran in a process of its own, which hardly makes a factor of two.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -753,9 +753,9 @@ if rival and rival.ok and ours.ok:
 
 # %% [markdown]
 # Up and to the left is better. On the H200 plain PyTorch probably took less time a token than unsloth: 7 %, between two
-# processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card, a
-# good gigabyte of them. Products in FP8 stand apart, because they also round activations and gradients. Only points of one
-# kind of product are like for like.
+# processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36
+# inputs, 1.2 GB. Products in FP8 stand apart, because they also round activations and gradients. Only points of one kind of
+# product are like for like.
 #
 # **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
 
@@ -782,10 +782,10 @@ columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
-# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both fit 96. The article doesn't say whether
-# it used them. By the sums above the weights shrank by 43 GB, and the peak by 36: float32 takes some of it back. QLoRA's step
-# took 19 % longer on the same texts, measured once. Its GPU was busy for 95 % of it, so here the host is no suspect. At `tiny`
-# and `small` the model is the small Qwen3.
+# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both fit 96. The article doesn't say whether it
+# used them. By the sums above the weights shrank by 43 GB, and the peak by 36: float32 takes some of it back. QLoRA's step took
+# 19 % longer on the same texts, measured once. Section 4's formula gives restoring 107 of these 806 ms. On record its kernels
+# alone take 4,867 ms, longer than LoRA's whole step of 4,307. So here the host is no suspect. Float32 is one.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
 
@@ -875,7 +875,7 @@ print(
 
 # %% [markdown]
 # The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not
-# always right, with an adapter or without: reading was learnt before. Random weights can't say how a pretrained model answers.
+# always right, with an adapter or without. Random weights can't say how a pretrained model answers.
 #
 # **Takeaway.** To change the task, change the adapter.
 
@@ -952,7 +952,6 @@ print(smaller_than(4, restoring, lean, some_inputs, share=0.1, module=four_bit))
 # - E. Hu and others: *[LoRA](https://arxiv.org/abs/2106.09685)*, 2021.
 # - The documentation of [bitsandbytes](https://huggingface.co/docs/bitsandbytes), [PEFT](https://huggingface.co/docs/peft),
 #   [TRL](https://huggingface.co/docs/trl) and [unsloth](https://docs.unsloth.ai).
-# - The course's [glossary](../docs/glossary.md).
 #
 # Next: lab 08, a faster card that loses.
 

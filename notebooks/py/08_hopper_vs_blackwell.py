@@ -296,8 +296,7 @@ lab.predict("host's time for a launch in the experts' loop (on a thin model)", m
 # **Question.** How well does the replay predict a step that it never timed?
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
-# light step. Here it is on a small network. On a CPU each operation is its own kernel, the host waits for it, and what the
-# profiler adds to each can make $c$ negative.
+# light step. Here it is on a small network. On a CPU what the profiler adds can make $c$ negative.
 
 
 # %%
@@ -402,8 +401,9 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # Where *kernels* decide, the prediction is hardly more than their sum: 8 % too short on the H200.
 #
 # On the H200 the small network came out 19 % too long, the expert loop 39 %. Its 60,220 launches took 1,278 ms: 21 µs each at
-# most. The light step said 27.7. Why is open. The error bar covers only how the host's speed moved. Sections 6 to 8 keep 27.7.
-# So section 7's cards come out too near to each other, and section 8's host at least 1.3 times too slow.
+# most. The light step said 27.7. Why is open. The error bar covers only how the host's speed moved around the step. At the
+# section's end the light step said 31.8, while the real step hardly changed. So the light step is the weak part. Sections 6 to
+# 8 keep 27.7. So section 7's cards come out too near to each other, and section 8's host at least 1.3 times too slow.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
@@ -468,10 +468,9 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped*, with one attention kernel, cut launches to an eighth and halved the kernels' time. The step probably
-# fell to a fifth, little more than its kernels take, and to a ninth with *compiled*. A captured step lasts as long as its
-# kernels.
+# fell to a fifth, little more than its kernels take, and to a ninth with *compiled*.
 #
-# Each picture shows two milliseconds of a forward pass. Tall bars are widened.
+# Each picture shows two milliseconds of a forward pass.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -486,8 +485,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# On long texts the dense model's kernels hide its launches, at least without the profiler. In the expert loop each kernel
-# waits for its launch.
+# On long texts the dense model's kernels hide its launches. In the expert loop each kernel waits for its launch.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -567,9 +565,9 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. On the H200 the expert loop fails this test: its step grew half as
-# much as the replay says. So 4 µs is no result. The brackets allow an error of 39 %, but points are 58 and 72 % off. Left of a
-# crossing this card wins.
+# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop fails
+# this test: its step grew half as much as the replay says. So 4 µs is no result. The brackets allow an error of 39 %, but
+# points are 58 and 72 % off.
 #
 # **Takeaway.** A fast card with a slow host is a slow card.
 
@@ -618,7 +616,7 @@ lab.table(pd.DataFrame(worth))
 # %% [markdown]
 # Captured, these cards are up to 4.5 times apart. In the expert loop the replay has them near equal. It gives our H200 8,109
 # examples per hour, where section 4's 1,278 ms are 11,270. Per yen the Blackwell card beats the H100, whose price is the PCIe
-# card's and speed the SXM5's. Captured, it beats it per kWh, too. The loop's kWh count 700 W, where our H200 drew 274.
+# card's and speed the SXM5's. Captured, it beats it per kWh, too.
 #
 # **Takeaway.** Where the host decides, a faster card buys little.
 
@@ -653,7 +651,7 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
 
 # %% [markdown]
 # **The lower bound.** Assume that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861. The article's
-# H100 makes 9,200 examples an hour. Does that leave time for such padding?
+# H100 makes 9,200 examples an hour.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
 
@@ -772,9 +770,10 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# Beside the same host and with the same batch the faster card ties at worst. In the article two things differed. **The batch:**
-# where the host decides, 16 texts take as long as 32, so the H100 falls behind where $c > K_\text{Blackwell} / (2n)$. **The
-# host:** the article says only that the H100's launched too slowly.
+# As counts these predictions are poor: 0.29 to 1.86 times the article's. Only ratios are worth a look. Beside the same host and
+# with the same batch the faster card ties at worst. In the article the batch differed, too: for 32 texts the H100 needs two
+# steps of $n$ launches, $2nc$. The Blackwell card needs one, of kernels that take $K_\text{Blackwell}$. So the H100 falls
+# behind where $c > K_\text{Blackwell} / (2n)$, if kernels decide on the other card.
 #
 # **The test.** A count of examples per hour depends on the share of the peak that kernels reach, and unsloth's reach another
 # than ours. In a ratio of two cards it cancels only if kernels decide on both. On gpt-oss they don't. Lab 07 trains Qwen3-32B
@@ -799,9 +798,10 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long. The models' ratio of 2.1 stays above 1. The cards' 1.43 does not hold: kernels
-# divided by 1.31 make it 1.83, section 4's 21 µs make it 1.12 at most. The article's 1.3 lies between, so the model can't
-# judge it.
+# On the H200 it predicts 11 and 31 % too long. *gpt-oss-120b against Qwen3-32B*, 2.1: if Qwen3-32B's time is 31 % too long, 1.6
+# remain, still above 1. *Blackwell against H100 on gpt-oss-120b*, 1.43: divide the kernels' times by 1.31, and it becomes 1.83.
+# Take section 4's 21 µs in place of 27.7, and it becomes 1.12 at most. The article's 1.3 lies between, so the model can't judge
+# it.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -948,9 +948,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # - NVIDIA: *H100 Tensor Core GPU Architecture*, 2022, and *RTX Blackwell PRO GPU Architecture*, 2025. Dense and sparse peaks.
 # - H. He: [Making Deep Learning Go Brrrr From First Principles](https://horace.io/brrr_intro.html), 2022.
 # - H. Zhu and others: *Daydream*, USENIX ATC 2020. What a change is worth, predicted from a trace.
-# - Launches stay slower once the profiler was used: [pytorch#144455](https://github.com/pytorch/pytorch/issues/144455).
 # - PyTorch: [grouped_mm](https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html).
-# - The course's [glossary](../docs/glossary.md).
 #
 # Next: lab 09, precision and memory.
 

@@ -93,12 +93,12 @@ if device == "cpu":
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there
-# and back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %,
-# the table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is
-# *probable* at most. The column *time* is the median of the rounds' ratios. So it can differ from the ratio of two medians in
-# the column *step*. Predictions are scored by *step*. The code is `labutils/labs/lab09_toggles.py` and
-# `labutils/training/benchmark.py`. Start the cell and read on.
+# One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there and
+# back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the
+# table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable*
+# at most. The column *time* is the median of the rounds' ratios. So it can differ from the ratio of two medians in the column
+# *step*. Predictions are scored by *step*. In verdicts *ours* is an earlier run on an H200, *here* the run of this page. The
+# code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -162,9 +162,9 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
 # Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down. *Underflow* loses small numbers,
-# always towards 0. In this network hardly any gradient of a weight became 0, but without a scaled loss they are 15 % off on
-# the H200. Underflow probably hit the gradients of activations, which they are sums of. BF16 has float32's range and needs no
-# scaler, but it stores 7 bits of mantissa where FP16 stores 10.
+# always towards 0. In this network hardly any gradient of a weight became 0, but without a scaled loss they are 15 % off on the
+# H200. Underflow probably hit the gradients of activations: a weight's gradient is a sum over those. BF16 has float32's range
+# and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
 # gradient is 0.14 % off on the H200. By how many percent is it off in BF16?
@@ -389,8 +389,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. bitsandbytes' AdamW keeps its
-# moments in 8 bits. Its result may differ a little. PyTorch remembers one algorithm for each shape and TF32 setting. To make it
-# choose anew, the row *cudnn.benchmark* also permits TF32. FP16 doesn't use TF32, so nothing else changes.
+# moments in 8 bits. Its result may differ a little. PyTorch remembers the algorithm that it chose for a shape and a TF32
+# setting. So a second loop in this process would get the old choice. To make it choose anew, the row *cudnn.benchmark* also
+# permits TF32. A loop in FP16 has no use for TF32, so nothing else changes.
 
 # %%
 import bitsandbytes as bnb
@@ -425,11 +426,14 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
+# The printed line counts switches whose interval lies below 0 by more than the noise. It is no verdict: on an unsteady machine
+# the others are only *probable*, too.
+#
 # First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
-# changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or
-# costs can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no
-# shorter kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can gain little:
-# they update a thousandth of the weights. A table without *base again* would not show that its differences are noise.
+# changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or costs
+# can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no shorter
+# kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can gain little: they
+# update a thousandth of the weights. A table without *base again* would not show that its differences are noise.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
@@ -553,14 +557,18 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
+# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low,
+# probably cuDNN's workspaces. The other six are at most 0.3 % off.
+#
 # Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between
 # the two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass
 # is a block computed again, and the peak is one of them. A language model peaks at its *logits*: a number for each token and
 # each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the
-# picture are its list of allocations, up to 0.02 GB lower. The counter covers workspaces, too. The next cell predicts for a
-# card that isn't here: Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
+# picture come from its list of allocations, and lie up to 0.03 GB lower in the table. The counter covers workspaces, too. The
+# next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above
+# has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")

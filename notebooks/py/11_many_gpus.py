@@ -201,7 +201,7 @@ print(f"DDP on {count} ranks: the weights of one process")
 # %% [markdown]
 # ## 2 · The least that a step takes
 #
-# **Question.** You have measured one GPU and the link. How long must a step of N GPUs be?
+# **Question.** Suppose that you know one GPU's step and the link's rate. How long must a step of N GPUs be?
 #
 # **Technique.** DDP sends gradients in *buckets* of 25 MiB, after a first one of 1 MiB. Each bucket is sent when it is full,
 # while `backward()` still computes. *Exposed* is the time of what is still being sent after the last gradient is ready:
@@ -272,8 +272,8 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # noise. For the whole UNet *each for itself* took 147 ms, *one process* 145. For LoRA *DDP* took 186 ms, *each for itself* 184.
 # A cost is not seen in either, and a small one is not excluded. For the whole UNet *DDP* took 39 ms more than *each for
 # itself*, where the bound says 0.1. By the measured rates its 3.4 GB take 14 ms in buckets, and would take 12 as one message at
-# 297 GB/s. The bound says that the backward pass hides all but the last bucket. Two H200s of another host reached 64 % with all
-# weights, and 90 % with LoRA.
+# 297 GB/s. The bound says that the backward pass hides all but the last bucket. Two H200s of another host, the verdicts'
+# *ours*, reached 64 % with all weights, and 90 % with LoRA.
 #
 # Two causes are not in the bound. NCCL's kernels take a part of the GPU from computing. And a step lasts as long as its slower
 # rank. How much does the second cause take? The table has medians. The averages on record are 156 ms for steps by themselves
@@ -391,8 +391,8 @@ plt.show()
 # others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of that time beside computation. 34 %
 # of the traced steps is communication or waiting that nothing hides. In *ddp, lora* it is 1 %. *ddp, full* communicates before
 # its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for the other rank. The
-# profiler makes steps longer, so 34 % holds for traced steps only. Without it, section 2's 39 of 186 ms are 21 %: that is what
-# the step itself loses.
+# profiler makes steps longer, so 34 % holds for traced steps only. Without it DDP's step took 39 ms more than a rank by itself
+# (section 2), 21 % of 186: that is what the step itself loses.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -445,10 +445,10 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one. *full*, all weights, gets
-# at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so are the article's 25 and 40 GbE, which lie left of it. 1 GbE is
-# excluded for LoRA of an 8 B model, at most 43 %. All this holds for one micro-batch per step: with several, sent once, fewer
-# networks are excluded.
+# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is
+# *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and
+# so are the article's 25 and 40 GbE, which lie left of it. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this
+# holds for one micro-batch per step: with several, sent once, fewer networks are excluded.
 #
 # What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. The same
 # goes for 400G InfiniBand with *full*, and for 1 GbE with LoRA of Stable Diffusion. Only a measurement tells.

@@ -118,11 +118,13 @@ ours = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
-# The spread of B's own times says nothing about B against A. The interval does: it ends below 1, so B is faster, by 2 to 4 %.
-# *A again* shows the noise, which counts on both sides. Here it reaches 1.008. So B's interval must end below 1 / 1.008 to show
-# *faster*, or begin above 1.008 to show *slower*. All other cases are *inconclusive*. If the interval of *A again* reaches
-# beyond 0.97 or 1.03, the machine is unsteady, and nothing is concluded. `labutils/results/effects.py` is the course's code.
-# You write the rule in exercise 3.
+# The spread of B's own times mostly shows that the machine became slower: it can't tell B from A. The interval does: it ends
+# below 1, so B is faster, by 2 to 4 %. *A again* shows the noise, which counts on both sides. Here it reaches 1.008. So B's
+# interval must end below 1 / 1.008 to show *faster*, or begin above 1.008 to show *slower*. All other cases are *inconclusive*.
+# A statement with a number has limits of its own in place of 1. B's interval, widened by the noise, must lie between them
+# (*confirmed*) or outside (*refuted*). So such a claim can be inconclusive on a quiet machine, too. If the interval of *A
+# again* reaches beyond 0.97 or 1.03, the course's choice, the machine is unsteady, and nothing is concluded.
+# `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
 #
 # Why so strict? A bootstrap interval knows only the spread of the rounds that were taken. When the base differs from itself,
 # something outside the comparison probably changes the host's speed. Nobody measured how much it changed the other rows. It can
@@ -183,8 +185,8 @@ plt.show()
 # a published speed-up holds on your machine.
 #
 # In the picture our verdict stands left of yours. A dash means *not testable here*. Until you have run other labs, nearly all
-# of yours are dashes. Look at ours then: a cross is a refuted claim. Later look for rows with two different signs, neither of
-# them a dash.
+# of yours are dashes. Look at ours then: a filled cross is a refuted claim, a hollow one a prediction that the model disagrees
+# with. Later look for rows where one side has a circle or a triangle and the other a cross.
 #
 # **Takeaway.** Take a published number as a hypothesis. The articles' authors measured, too, on another card, beside another host.
 
