@@ -258,7 +258,8 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You
-# measure batch 1; the parameter `batches` replaces it. Batches 4 and 24 are on our first H200's record.
+# measure batch 1; the parameter `batches` replaces it. Batches 4 and 24 are on the record of another H200, *our first*. *Our
+# H200* is this page's.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -379,7 +380,7 @@ torch.compiler.reset()
 
 # %% [markdown]
 # **Your prediction:** how many recompilations the first steps on the article's images take, with the published model compiled
-# as a whole. Hint: on record 15 graphs are compiled, first versions included.
+# as a whole.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -406,8 +407,8 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# On the article's images only the answer's length varies, by a token or two. From step 3 on nothing is compiled. So AnyRes did
-# not make the article's compiler start over. On varied images the published model goes on recompiling.
+# The article's images all have the same number of tokens; only the answer's length varies. So AnyRes can't have made its
+# compiler start over. On varied images the published model still recompiled in step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on, in six steps of varied
 # images.
@@ -419,8 +420,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 #
 # **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. Small squares need less
 # computing. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a
-# layer, channel and pair of tokens, half of which is masked. The tower only runs forward: 577 tokens per tile, 23 layers of
-# $12 \cdot 1024^2$ weights.
+# layer, channel and pair of tokens, half of which is masked. The tower only runs forward: 577 tokens per tile, one of them the
+# class token, 23 layers of $12 \cdot 1024^2$ weights.
 
 
 # %%
@@ -476,7 +477,8 @@ lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="me
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points, and seven are left for
-# constant shapes. Our own rest is negative: there the host probably sets the pace, and less work saves less time.
+# constant text lengths and everything else: the images' shape was constant before. Our own rest is negative: there the host
+# probably sets the pace.
 #
 # In one more experiment images stay and shapes become constant. Rows are as long as they come (*blocks compiled*) or padded to
 # one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles nothing.
@@ -609,13 +611,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The verdict is on *blocks compiled*. Packed, AnyRes probably computes 1,000 tokens, padding included, about as fast as
-# *fixed*: 63 against 65 ms. A packed step has four times as many tokens, which alone helps. It takes 59 GB, where *fixed* takes
-# 26 and *blocks compiled* 27, and its gradient is that of a larger batch. The table's ms are a median step's, its rates of all
-# steps together.
+# The verdict is on *blocks compiled*. Packed, AnyRes probably computes 1,000 tokens about as fast as *fixed*: 63 against 65 ms.
+# A packed step has four times as many tokens, which alone helps. It takes 59 GB, where *fixed* takes 26 and *blocks compiled*
+# 27, and its gradient is that of a larger batch. The table's ms are a median step's, its rates of all steps together.
 #
-# **Takeaway.** On our H200 all rungs together probably gave about four times as many useful tokens a second. BF16 differed
-# from itself by −26 to +28 %. Of single rungs only FP8's gain lies outside that noise, barely.
+# **Takeaway.** On our H200 all rungs together probably gave about four times as many useful tokens a second. BF16 differed from
+# itself by −26 to +28 %, so a rung must beat 1.35x. By the picture's intervals only FP8 does, barely: 1.35 to 1.37x.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -867,8 +868,8 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# BF16's own final losses lie within 1.1 %: 6.01, 5.95 and 5.98, on record. All five methods differ from BF16 with one sign on
-# three seeds. That is a hint: for one method chance alone gives it in one case of four. Methods also start elsewhere, so
+# BF16's own final losses lie within about 1 %: 6.01, 5.95 and 5.98, on record. All five methods differ from BF16 with one sign
+# on three seeds. That is a hint: for one method chance alone gives it in one case of four. Methods also start elsewhere, so
 # compare *loss drops*. QLoRA's is larger than BF16's, the others are smaller. *fp8-te-mixed* drops as far as *fp8-te*, 4.28:
 # sensitive layers in BF16 changed nothing here.
 #
@@ -967,8 +968,8 @@ lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
 # *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. BF16's
-# first step of 2.7 s probably loads what all need: with the others' 0.6 s it would be 33. FP8 with fixed shapes, the article's
-# choice, is probably slowest: 1,032 ms per step, the first 30.7 s.
+# first step of 2.7 s probably loads what all need: with the others' 0.6 s it would be 33. FP8 with fixed shapes is probably
+# slowest: 1,032 ms per step, the first 30.7 s.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 

@@ -452,7 +452,8 @@ for way in (expert_loop, grouped):
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel as
 # well; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters and a loss
-# that never forms all logits. Section 4 timed the loop a second time at its end, *again*: that difference is noise.
+# that never forms all logits. Section 4 timed the loop a second time at its end, *again*. At 0.93 to 1.05x the machine is
+# unsteady.
 
 # %%
 for way in ("grouped", "captured", "compiled"):
@@ -520,8 +521,8 @@ for delay_us in (0, 20, 100):
 # **Measurement.** Section 4 has timed its steps beside slower hosts as well. A light step beside the same slower host gives
 # $c$, with delay and detour in it.
 #
-# **Your prediction:** by the replay, how many µs slower must a launch in the expert loop be until this card takes as long as
-# an RTX PRO 6000 Blackwell Max-Q with the host as it is? It is scored against the replay alone; the points test it.
+# **Your prediction:** by the replay, how many µs slower must a launch in the expert loop be until this card takes as long as an
+# RTX PRO 6000 Blackwell Max-Q with the host as it is?
 
 # %%
 my_flip: float | None = None  # for example 10
@@ -569,7 +570,7 @@ if flips:
 # this test: its step grew half as much as the replay says. So 4 µs is no result. The brackets allow an error of 39 %, but
 # points are 58 and 72 % off.
 #
-# **Takeaway.** A fast card with a slow host is a slow card.
+# **Takeaway.** A model that fails its test gives no result, however exact its number.
 
 # %% [markdown]
 # ## 7 · Four cards with this host
@@ -616,9 +617,9 @@ lab.table(pd.DataFrame(worth))
 # %% [markdown]
 # Captured, these cards are up to 4.5 times apart. In the expert loop the replay has them near equal. It gives our H200 8,109
 # examples per hour, where section 4's 1,278 ms are 11,270. Per yen the Blackwell card beats the H100, whose price is the PCIe
-# card's and speed the SXM5's. Captured, it beats it per kWh, too.
+# card's and speed the SXM5's. It beats it per kWh, too, at the data sheets' power, which an idle card doesn't draw.
 #
-# **Takeaway.** Where the host decides, a faster card buys little.
+# **Takeaway.** By this replay a faster card buys little where the host decides.
 
 # %% [markdown]
 # ## 8 · The article's own models
@@ -670,10 +671,10 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
         print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour.{ruled_out}")
 
 # %% [markdown]
-# By this count no: 9,076. Checkpointing is in it, section 9 says why. But the head and each block's last product need no second
-# pass: 9.2 of 32 billion parameters. That makes 9,483, attention included, which the verdict below takes. The article stays
-# below, at 97 % of the peak. So the batches were probably shorter. Everything below is computed for both, *padded* and *at the
-# mean length*. Where they disagree, the model can't judge.
+# By this count 9,200 are impossible. But it counts too much. The head and each block's last product, 9.2 of 32 billion
+# parameters, need no second pass: 9,483 with attention. Then 9,200 are possible, at 97 % of the peak. So the batches were
+# probably shorter. Everything below is computed for both, *padded* and *at the mean length*. Where they disagree, the model
+# can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -703,7 +704,7 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # %% [markdown]
 # **The prediction.** Kernels reach the share of the dense peak that the smaller sibling's reach. Launches grow by the law, and
 # by half for checkpointing. $c$ and the share of waits are the sibling's. Then section 2's short form. A batch has the
-# article's 32 texts, and 16 where 32 did not fit the H100.
+# article's 32 texts, and 16 on the H100, where the article found that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -798,10 +799,9 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long. *gpt-oss-120b against Qwen3-32B*, 2.1: if Qwen3-32B's time is 31 % too long, 1.6
-# remain, still above 1. *Blackwell against H100 on gpt-oss-120b*, 1.43: divide the kernels' times by 1.31, and it becomes 1.83.
-# Take section 4's 21 µs in place of 27.7, and it becomes 1.12 at most. The article's 1.3 lies between, so the model can't judge
-# it.
+# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article.
+# *gpt-oss-120b against Qwen3-32B*: 2.1 / 1.31 = 1.6, still above 1. *Blackwell against H100*, 1.43: with kernels 1.31 times
+# shorter 1.83, with section 4's 21 µs 1.12 at most. The article's 1.3 lies between: no verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -872,7 +872,8 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So QLoRA probably had it.
-# Then batch 4 fits, too: lab 07 measured 50 GB.
+# Then batch 4 fits, too: lab 07 measured 50 GB. For gpt-oss-120b at 32 texts the table has 77.8 GB, too near the H100's 85 to
+# judge.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -891,7 +892,7 @@ lab.verdict("A3.120b.attention-only")
 # PEFT looks for modules. The matrices of a layer's experts are two parameters, and no modules. PEFT doesn't say that three of
 # seven names were not found. Print what was adapted before you train.
 #
-# **Takeaway.** Multiply before you pass a figure on. Ask under which batch, length and checkpointing memory was measured.
+# **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
 # %% [markdown]
 # ## Exercises

@@ -258,8 +258,8 @@ for r in (160, 40, 4):
 # %% [markdown]
 # **Measurement.** Stable Diffusion, with its encoders, reads each form in turn: without workers, and then with several.
 #
-# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On our H100 a step
-# waits 59.5 ms for each of four PNGs, and $c$ is 162 ms.
+# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded
+# H100 a step waits 59.5 ms for each of four PNGs, and $c$ is 162 ms.
 
 # %%
 my_map: float | None = None  # for example 50
@@ -311,19 +311,22 @@ with lab.attempt("the law's picture"):
 
 # %% [markdown]
 # Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. A bar spans the 10th to
-# the 90th percentile. The line goes through *in memory*, from which $c$ was taken. The other three lie near it, so $c$ is
-# probably the same for all. Left of a line's bend the step takes $c$, and work on the data path gains nothing. Right of it the
+# the 90th percentile. The line goes through *in memory*, from which $c$ was taken. The other three lie near it: their steps
+# less their waits are 145 to 166 ms, where $c$ is 162. That hardly tests the formula, since $r$ was measured in the same steps.
+# The points with workers do. Left of a line's bend the step takes $c$, and work on the data path gains nothing. Right of it the
 # step waits. The line of 4 workers bends at $r = 4c$, on the recorded H100 at 649 ms, outside the picture. Both its points lie
 # left of that, 9 and 11 ms above the line. The line runs through both bars, so that may be noise. The lines know your number of
 # cores: on two, workers and training compete.
 #
-# A PNG decodes in 39.7 ms, and the loop waits 59.5 for it. A JPEG decodes in 5.4, and the loop waits 25.3. The other 20 ms are
-# the same for both, so probably resizing and conversion. The map saves these, too. PNG was measured twice: the two differ by −4
-# to +22 % on the recorded H100. That is more than 3 %, an unsteady machine, and no time decides anything. By the formula the
-# map's step is 58 % shorter, $1 - (162 + 6) / (162 + 238)$. Measured were 55 % by the two times, and 57 % by the table's 2.31x,
-# which compares round by round. So the map is probably faster. The GPU decoded a JPEG in 0.7 ms, a core in 5.4: probably
-# faster, too. These are elapsed times. What the CPU worked, which is the claim, was not measured. A faster decoder gains
-# nothing where workers already keep $r / w$ below $c$. On two other H100s $c$ was 130 and 131 ms, so measure your own.
+# - **Decoding:** a PNG takes 39.7 of the 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are probably
+#   resizing and conversion. The map saves these, too.
+# - **Noise:** PNG differs from itself by −4 to +22 %: an unsteady machine, so no time decides.
+# - **Map:** by the formula 58 % shorter, $1 - (162 + 6) / (162 + 238)$; by the two steps 55 %; round by round, the table's
+#   2.31x, 57 %. Probably faster.
+# - **GPU:** a JPEG in 0.7 ms, a core 5.4. Probably faster. The CPU's work, which is the claim, was not measured.
+#
+# A faster decoder gains nothing where workers already keep $r / w$ below $c$. On two other H100s $c$ was 130 and 131 ms, so
+# measure your own.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
@@ -499,8 +502,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the
 # promised step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long: this prediction was wrong. The
 # shares, 94 and 89 %, hide that, so compare the step that remains. Part of the difference is the script's own: its clock stops
-# only after its workers have ended. How large that part is was not measured. Without workers the steps took 94 to 114 ms, so
-# this machine was not steady.
+# only after its workers have ended. How large that part is was not measured. The formula also assumes that 16 workers and the
+# training don't compete for 16 cores. Without workers the steps took 94 to 114 ms, so this machine was not steady.
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix alone,
 # by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
@@ -520,13 +523,13 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 
 # %% [markdown]
 # *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
-# one. −20 % means that the predicted step is too short: in the first table capturing probably promised too much. Capturing and
-# batch size probably saved most, as predicted. In the first table workers saved 31 % and caching 27 %, where the prediction had
-# caching first. Caching's rounds went from 24 to 45 %, so the order of these two can't be said. For *padding* the unit is time
-# per useful token, since the step itself changes size. A negative gain is a loss. *checkpointing=off* turns checkpointing off.
-# Gains don't add up: what one fix has saved, the next can't save again. Article A4 names other tools for such a look: Nsight
-# Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and not what a change would
-# save.
+# one. −20 % means that the predicted step is too short: in the first table capturing probably promised too much: 25 % left
+# against 31, and 0.25 / 0.31 − 1 = −20 %. Capturing and batch size probably saved most, as predicted. In the first table
+# workers saved 31 % and caching 27 %, where the prediction had caching first. Caching's rounds went from 24 to 45 %, so the
+# order of these two can't be said. For *padding* the unit is time per useful token, since the step itself changes size. A
+# negative gain is a loss. Gains don't add up: what one fix has saved, the next can't save again. Article A4 names other tools
+# for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and
+# not what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

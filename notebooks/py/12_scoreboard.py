@@ -119,11 +119,14 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
 # The spread of B's own times mostly shows that the machine became slower: it can't tell B from A. The interval does: it ends
-# below 1, so B is faster, by 2 to 4 %. *A again* shows the noise, which counts on both sides. Here it reaches 1.008. So B's
-# interval must end below 1 / 1.008 to show *faster*, or begin above 1.008 to show *slower*. All other cases are *inconclusive*.
-# A statement with a number has limits of its own in place of 1. B's interval, widened by the noise, must lie between them
-# (*confirmed*) or outside (*refuted*). So such a claim can be inconclusive on a quiet machine, too. If the interval of *A
-# again* reaches beyond 0.97 or 1.03, the course's choice, the machine is unsteady, and nothing is concluded.
+# below 1, so B is faster, by 2 to 4 %. *A again* shows the noise. A rule follows:
+#
+# - $f$ is the larger of *A again*'s upper end and 1 / its lower end: here 1.008.
+# - *Faster*: B's interval ends below $1/f$. *Slower*: it begins above $f$. Else *inconclusive*.
+# - If *A again* reaches beyond 0.97 or 1.03, the course's choice, the machine is unsteady, and nothing is concluded.
+# - A statement with a number has limits of its own in place of 1. B's interval, widened by the noise, must lie between them
+#   (*confirmed*) or outside (*refuted*). So it can be inconclusive on a quiet machine, too.
+#
 # `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
 #
 # Why so strict? A bootstrap interval knows only the spread of the rounds that were taken. When the base differs from itself,
@@ -181,8 +184,8 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# The percentage counts claims of many sorts: arithmetic, what a library does, memory, speed. So it is not the probability that
-# a published speed-up holds on your machine.
+# The percentage is of those confirmed, refuted, inconclusive and differing between hosts. They are of many sorts: arithmetic,
+# what a library does, memory, speed. So it is not the probability that a published speed-up holds on your machine.
 #
 # In the picture our verdict stands left of yours. A dash means *not testable here*. Until you have run other labs, nearly all
 # of yours are dashes. Look at ours then: a filled cross is a refuted claim, a hollow one a prediction that the model disagrees
@@ -197,7 +200,8 @@ plt.show()
 #
 # *Off by a factor of* compares what was published with what was found. An example: published were 30 % less memory, so 0.70 of
 # it remains. We found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. It is never below 1, so it doesn't say
-# which number is larger: read both. A dash means that no factor can be computed. The table shows the first twelve.
+# which number is larger: read both. A dash means that no factor can be computed. The table shows the first twelve. First steps
+# have one sample each and no noise: take them as probable.
 
 # %%
 lab.table(lab12_scoreboard.farthest_off(board), otherwise="No statement was refuted.")
@@ -273,8 +277,8 @@ waiting = waiting.sort_values("claims", ascending=False).head(8)
 lab.table(waiting, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# **Takeaway.** Begin with the lab that the most claims wait for. The table at the head of each lab says what machine and how many
-# minutes it takes.
+# **Takeaway.** Begin with the lab that the most claims wait for. Not all get a verdict there: our machines left some untested,
+# too. The table at the head of each lab says what machine and how many minutes it takes.
 
 # %% [markdown]
 # ## Exercises
