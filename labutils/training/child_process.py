@@ -133,8 +133,9 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
-        with contextlib.suppress(ProcessLookupError):  # a process with a title has no mark any more
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.returncode is None:  # else its number may be a stranger's by now
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # a titled process has no mark
         self.process.wait()
         end_marked(MARK, self._mark)
         self._reader.join(POLL_S)
@@ -182,8 +183,9 @@ class Command(subprocess.Popen):
         clean-up. within_s: how long the group may take to end, or, without a signal, whatever the
         command has left.
         """
-        started, awaited = self._started(), self._started(beside=number > 0)
+        started: set[psutil.Process] = set()
         with contextlib.suppress(KeyboardInterrupt):  # pressed again: at once
+            started, awaited = self._started(), self._started(beside=number > 0)
             time.sleep(POLL_S if number else 0)
             reached = self._started(beside=True) if number == signal.SIGINT else {self}
             for one in reached if number and self.witness.poll() is None else ():
@@ -193,6 +195,7 @@ class Command(subprocess.Popen):
             while any(map(_is_there, awaited)) and time.monotonic() < until:
                 time.sleep(0.05)
                 awaited |= self._started(beside=number > 0)
+            started |= awaited
         for one in {self, *started}:
             with contextlib.suppress(psutil.Error):
                 one.kill()
@@ -200,13 +203,16 @@ class Command(subprocess.Popen):
         end_marked(*self.mark)
 
     def _started(self, beside: bool = False) -> set[psutil.Process]:
-        """The command and what it has started, as far as it runs. beside: only of this process's
-        group. One that gave itself a title has lost its environment: its parent tells of it."""
-        found = {*marked(*self.mark, beside)}
-        with contextlib.suppress(psutil.Error, OSError):
-            own = psutil.Process(self.pid)
-            for one in (own, *own.children(recursive=True)):
-                if not beside or os.getpgid(one.pid) == os.getpgrp():
+        """The command and what it has started, as far as it runs. beside: itself, and what is of
+        this process's group. One that gave itself a title has lost its environment: its parent
+        tells of it. Once the command has been waited for, its number may be a stranger's."""
+        found, mine = {*marked(*self.mark, beside)}, []
+        with contextlib.suppress(psutil.Error):
+            own = [psutil.Process(self.pid)] if self.poll() is None else []
+            mine = own + [child for one in own for child in one.children(recursive=True)]
+        for one in mine:
+            with contextlib.suppress(OSError):
+                if one in own or not beside or os.getpgid(one.pid) == os.getpgrp():
                     found.add(one)
         return found
 

@@ -15,6 +15,7 @@ import gc
 import json
 import math
 import os
+import signal
 import sys
 import time
 import traceback
@@ -41,8 +42,6 @@ from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 
 RUNS = "runs.jsonl"
-BEFORE_END_S = 60.0
-"""So long before a launch is ended its ranks print where they stand: starting them takes time."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,7 @@ def main(path: str) -> None:
     """All tasks of one rank, and how it ends."""
     job = json.loads(Path(path).read_text(encoding="utf-8"))
     status = RankStatus(int(os.environ["RANK"]))
-    if job["timeout_s"] > BEFORE_END_S:  # a launch that is ended has in its log where it stood
-        faulthandler.dump_traceback_later(job["timeout_s"] - BEFORE_END_S)
+    faulthandler.register(signal.SIGUSR1)  # a launch that is ended has in its log where it stood
     try:
         if int(os.environ["WORLD_SIZE"]) > 1:
             distributed.join(job["timeout_s"])

@@ -12,6 +12,7 @@ behind are ended.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -24,11 +25,13 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Unavailable
 from labutils.results.records import Run, read_records, runs_of
-from labutils.training.child_process import end_marked, python_path
+from labutils.training.child_process import end_marked, marked, python_path
 from labutils.training.launch_worker import RUNS, RankStatus, Task
 
 TIMEOUT_S = 420.0
@@ -93,6 +96,10 @@ def launch(
                 while not wait([failures], LOOK_S).done and time.monotonic() < until:
                     _look(folder, runs, each)
                 in_time = failures.done()
+                for rank in [] if in_time else marked(MARK, mark):  # they print where they stand
+                    with contextlib.suppress(psutil.Error):
+                        rank.send_signal(signal.SIGUSR1)
+                time.sleep(0.0 if in_time else LOOK_S)
             finally:  # after Ctrl-C as well
                 # A rank that is killed ends none of its DataLoader workers.
                 left = end_marked(MARK, mark)

@@ -672,7 +672,7 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
 
 # %% [markdown]
 # By this count 9,200 are impossible. But it counts too much. The head and each block's last product, 9.2 of 32 billion
-# parameters, need no second pass: 9,483 with attention. Then 9,200 are possible, at 97 % of the peak. So the batches were
+# parameters, need no second pass: 9,539 with attention. Then 9,200 are possible, at 96 % of the peak. So the batches were
 # probably shorter. Everything below is computed for both, *padded* and *at the mean length*. Where they disagree, the model
 # can't judge.
 #

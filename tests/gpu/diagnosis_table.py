@@ -145,7 +145,7 @@ class Script:
         metrics: dict[str, Any] = {"predicted": fix.gain}
         kinds = {"again": AGAIN, "tried": f"{fix.name} {TRIED}", "by_hand": f"{fix.name} {BY_HAND}"}
         samples, status = {"base_ms": _steps(self.runs[BASE])}, "ok"
-        ends = zip(self.runs[BASE], self.runs[AGAIN], strict=True)
+        ends = zip(self.runs[BASE], self.runs[AGAIN], strict=False)
         bases = [last | first | {"step_ms": _steps([first, last])} for first, last in ends]
         for kind, name in kinds.items():
             runs = self.runs.get(name, [{"why": "it can't be tried"}])
@@ -254,7 +254,7 @@ def measure(scripts: list[Script], results: Results, rounds: int, seconds: float
                 if not number:
                     results.append(script.diagnosed())
                     began = time.monotonic()
-                for record in script.visit(back):
+                for record in [*script.visit(back), script.record("visit", {}, {})]:
                     results.append(record)
                 script.took_s = time.monotonic() - began
                 if script.name in WATCHED_BLOCKS and not number:

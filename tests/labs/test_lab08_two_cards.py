@@ -10,7 +10,7 @@ from labutils.labs.lab08_two_cards import BLACKWELL, H100, two_cards
 from labutils.profiling.gpu_specs import find_spec
 from labutils.results import claims
 from labutils.workloads.causal_lm import QWEN3_32B
-from labutils.workloads.decoder_flops import attended_pairs, count_flops
+from labutils.workloads.decoder_flops import attended_pairs, count_flops, decoder_shapes
 
 
 def test_two_cards_by_their_counts():
@@ -38,8 +38,10 @@ def readings_of(claim) -> list[str]:
 def test_the_bounds_of_the_claims_are_the_dense_peaks():
     length = expected_longest(LONG, 32)
     pairs, tokens, size = attended_pairs(QWEN3_32B, [length]), length, QWEN3_32B
-    once = size.width * (size.words + size.layers * size.inner)
-    # The head is in no block, and a block's last product is needed by nobody a second time.
-    flops = 1.5 * count_flops(size, 8, tokens, pairs, tokens) - 2 * tokens * once
+    shapes = decoder_shapes(size)
+    weights = sum(a * b + 8 * (a + b) for a, b in shapes.adapted.values()) - size.width * size.inner
+    # Computed again is each block, but for its last product, whose result nobody needs.
+    again = 2 * tokens * size.layers * weights + 4 * pairs * shapes.attended
+    flops = count_flops(size, 8, tokens, pairs, tokens) + again
     bounds = [3600 * find_spec(name).dense["bf16"] * 1e12 / flops for name in (BLACKWELL, H100)]
     assert claims.claim("A3.32b.h100-long").how["fastest"] == pytest.approx(bounds, rel=1e-3)

@@ -218,7 +218,8 @@ def capture(e: Evidence) -> Fix | None:
     """The whole step as one CUDA graph: kernels, a gap after each, and waits for data remain."""
     launches, device_ms = len(e.queue.pieces) / e.queue.steps, e.queue.device_ms
     fed = _with_data(e.queue, 0.0)
-    if not e.on_gpu or launches < FEW_LAUNCHES or fed.step_ms < HOST_DECIDES * fed.lasts_ms(0.0):
+    decides = fed.step_ms >= HOST_DECIDES * fed.having(captured(fed.pieces)).step_ms
+    if not e.on_gpu or launches < FEW_LAUNCHES or not decides:
         return None
     facts = {"launches": launches, "device_ms": device_ms, "step_ms": e.step_ms}
     return _fix(e, "capture", lambda queue: queue.having(captured(queue.pieces)), **facts)
@@ -230,7 +231,7 @@ def captured(pieces: Sequence[Piece]) -> list[Piece]:
     graphs = []
     for stretch in _stretches(pieces, lambda last, p: bool(last.waits or p.data_ms or p.log_ms)):
         first = stretch[0]
-        ms = sum(piece.ms + GRAPH_GAP_MS for piece in stretch if piece.ms)
+        ms = sum(piece.ms + min(piece.gap_ms, GRAPH_GAP_MS) for piece in stretch)
         start = (first.phase, stretch[-1].waits, first.data_ms, first.log_ms)
         graphs.append(Piece("other", ms, GRAPH_LAUNCH_MS, 0.0, *start))
     return graphs
@@ -503,12 +504,10 @@ ROOM = 0.6
 def checkpointing(e: Evidence) -> Fix | None:
     """The backward pass without computing the forward pass again."""
     peak, whole = e.memory_gb or (0.0, 1.0)
-    if e.recomputed < 0.05 or peak > ROOM * whole:
-        return None
     parts = ("ms", "host_ms") if e.queue.takes_turns else ("ms",)
     forward = sum(e.queue.total(part, "", "forward") for part in parts)
     backward = sum(e.queue.total(part, "backward") for part in parts)
-    if backward <= 0:
+    if e.recomputed < 0.05 or peak > ROOM * whole or backward <= 0:
         return None
     left = max(0.2, 1 - e.recomputed * forward / backward)
     after = _each(lambda p: p.scaled(left, left) if p.phase == "backward" else p)
@@ -547,7 +546,8 @@ def optimizer(e: Evidence) -> Fix | None:
     factor = left / host if host else 1.0
 
     def fused(p: Piece) -> Piece:
-        return p.scaled(FUSED_TRAFFIC, factor).but(waits="") if p.phase == "optimizer" else p
+        one = p.scaled(FUSED_TRAFFIC, FUSED_LAUNCHES).but(host_ms=factor * p.host_ms, waits="")
+        return one if p.phase == "optimizer" else p
 
     facts = {"count": count / e.queue.steps, "optimizer": e.optimizer.name}
     return _fix(e, "optimizer", _each(fused), **facts)
