@@ -230,10 +230,12 @@ finally:
     [(os.killpg, 2, 1), (os.killpg, 2, 2), (os.kill, 2, 1), (os.kill, 15, 1)],
 )
 def test_a_signal_reaches_the_script_once_and_nothing_is_left(send, number, presses, tmp_path):
-    """In a terminal both get it. A script that ignores it is ended when it is pressed again."""
+    """In a terminal both get it. A script that ignores it is ended when it is pressed again. One
+    under `timeout` is in a group of its own."""
     handler = "lambda number, _: exit(print('told', number))"
     text = TOLD.format(handler=handler if presses == 1 else "signal.SIG_IGN")
-    command = [sys.executable, "-m", "labutils.cli", "diagnose", "--", *script(tmp_path, text)]
+    words = [*["timeout", "60"] * (send is os.kill), *script(tmp_path, text)]
+    command = [sys.executable, "-m", "labutils.cli", "diagnose", "--", *words]
     given = {"env": os.environ | {"TMPDIR": str(tmp_path)}, "text": True}
     given |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
     with subprocess.Popen(command, **given) as process:
