@@ -285,7 +285,7 @@ lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 # %% [markdown]
 # - **Time:** BF16 came twice, and differed by more than 3 %: an unsteady machine. So no time decides. At batch 1 *compile* and
 #   *fixed* probably save time, FP8 probably costs time. On our first H200 *fp8-te* took 31 % longer than BF16 at batch 1, 12 %
-#   less at batch 4. Why is open.
+#   less at batch 4.
 # - **Memory:** QLoRA (8.1 GB) and *fp8-frozen* (10.4) save it; BF16 has 17.4.
 # - **Crossing:** batch 10 on our first H200, 13 by the formula.
 #
@@ -476,12 +476,12 @@ def sums(found):
 lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="methods")))
 
 # %% [markdown]
-# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points, and seven are left for
-# constant text lengths and everything else: the images' shape was constant before. Our own rest is negative: there the host
-# probably sets the pace.
+# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends
+# belong together, seven are left, else 1 to 13: for constant text lengths and everything else. Our rest is negative: there the
+# host probably sets the pace.
 #
 # In one more experiment images stay and shapes become constant. Rows are as long as they come (*blocks compiled*) or padded to
-# one length (*padded*). Compare milliseconds for 1,000 computed tokens. At `tiny` it compiles nothing.
+# one length (*padded*). Compare milliseconds for 1,000 computed tokens.
 
 # %%
 uniform.release_weights()
@@ -500,7 +500,7 @@ lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 # %% [markdown]
 # Padded rows took 18 % less a computed token on the H200. That is within the noise. So the part of constant shapes stays open.
 #
-# On our H200 the dots don't lie on a line: ignore its percentages.
+# The line would price other fixed sizes. On our H200 the dots lie on none: ignore its percentages.
 
 # %%
 run = shaped["no host waits" if tiny else "blocks compiled"]
@@ -611,9 +611,9 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The verdict is on *blocks compiled*. Packed, AnyRes probably computes 1,000 tokens about as fast as *fixed*: 63 against 65 ms.
-# A packed step has four times as many tokens, which alone helps. It takes 59 GB, where *fixed* takes 26 and *blocks compiled*
-# 27, and its gradient is that of a larger batch. The table's ms are a median step's, its rates of all steps together.
+# The verdict is on *blocks compiled*. Packed, AnyRes probably computes 1,000 tokens about as fast as *fixed* (section 5): 63
+# against 65 ms. A packed step has four times as many tokens. It takes 59 GB, where *fixed* takes 26 and *blocks compiled* 27,
+# and its gradient is that of a larger batch. The table's ms are a median step's, its rates of all steps together.
 #
 # **Takeaway.** On our H200 all rungs together probably gave about four times as many useful tokens a second. BF16 differed from
 # itself by −26 to +28 %, so a rung must beat 1.35x. By the picture's intervals only FP8 does, barely: 1.35 to 1.37x.
@@ -788,9 +788,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# Not fully. *transposes dropped* frees the transposed copy after each step, so one byte a parameter is left between steps.
-# Within a step both copies exist. QLoRA needs less: section 3's model took 8.1 GB with it, and 10.4 with lab 05's layer. On a
-# CPU *BF16* is float32, and FP8 is emulated.
+# Not fully: *transposes dropped* leaves one byte per parameter between steps, within a step both copies exist. Lab 05's
+# *fp8-frozen* holds one, and transposes a layer only while it is used. QLoRA needs less: section 3's model took 8.1 GB with it,
+# 10.4 with *fp8-frozen*. On a CPU *BF16* is float32, and FP8 is emulated.
 #
 # FP8 was probably slower here and in section 3, and faster in section 6, with packed rows and compiled blocks. Which of these
 # differences matters was not measured.
@@ -831,8 +831,7 @@ my_spread: float | None = None  # for example 1
 lab.predict("spread of the loss over seeds", my_spread, "%")
 
 # %% [markdown]
-# Only your own model can show what FP8 does to it. `weights="hub"` takes the article's. *fp8-te-mixed* puts the sensitive
-# layers back into BF16.
+#  `weights="hub"` takes the article's. *fp8-te-mixed* puts the sensitive layers back into BF16.
 
 
 # %%
@@ -868,10 +867,10 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# BF16's own final losses lie within about 1 %: 6.01, 5.95 and 5.98, on record. All five methods differ from BF16 with one sign
-# on three seeds. That is a hint: for one method chance alone gives it in one case of four. Methods also start elsewhere, so
-# compare *loss drops*. QLoRA's is larger than BF16's, the others are smaller. *fp8-te-mixed* drops as far as *fp8-te*, 4.28:
-# sensitive layers in BF16 changed nothing here.
+# With random weights the `small` model trains, 12 steps. BF16's final losses lie within about 1 %. If the article's vary as
+# much, its ±2 % may be chance, its +14 % hardly. All five methods differ from BF16 with one sign on three seeds. That is a
+# hint: for one method chance gives it in one case of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's is
+# larger than BF16's, the others are smaller; *fp8-te-mixed* drops as far as *fp8-te*.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 

@@ -27,7 +27,7 @@
 # - set up QLoRA with transformers, PEFT and bitsandbytes, and say what each line changes;
 # - compute what restoring 4-bit weights costs a GPU, and see what that leaves open;
 # - send activations to the host in six lines;
-# - compare two recipes like for like: the same rows, formats and memory;
+# - compare two recipes like for like: the same rows and formats, time beside memory;
 # - train adapters, show what they changed, and swap them.
 #
 # | scale | needs | time |
@@ -158,8 +158,8 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# The largest of a million such numbers is near 5 sigma without any outlier. The claim says that all other codes become 0, or
-# nearly so. At 100 sigma it is 31 %: the verdict only asks whether it is more than without an outlier.
+# The largest of a million such numbers is near 5 sigma anyway. The claim says that all other codes become 0, or nearly so. At
+# 100 sigma it is 31 %; all would take about 1,270. The verdict only asks for more than without an outlier.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -405,15 +405,13 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 # %% [markdown]
 # ## 4 · What 4 bits alone cost
 #
-# **Question.** Lab 06's step probably got longer with 4-bit weights, on an unsteady machine. The article blames dequantising.
-# How long does that take?
+# **Question.** Lab 06's step probably got longer with 4-bit weights. The article blames dequantising. How long does that take?
 #
 # **Technique.** Restoring $n$ weights reads 4.127 bits each and writes 16. Bytes over bandwidth:
 #
 # $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
 #
-# Which $B$ does the kernel reach? Measure it on one large matrix. The host must launch the kernel, too. Measure what that
-# takes.
+# Which $B$ does the kernel reach on one large matrix? And how long does the host take to launch it?
 
 
 # %%
@@ -498,10 +496,9 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 4 bits made the step 56 ms longer: 14 %, interval 6 to 18. The kernels that restore weights take 17 of the 56. The
-# formula says 16, with the rate that the same kernel reached on one large matrix: 2,190 GB/s, half of a copy's. What takes the
-# other 39 is not known. Traces of both recipes would tell. The host is a suspect: a 4-bit layer is several launches and more
-# Python.
+# On the H200 4 bits made the step 56 ms longer, 14 %; by the interval 25 to 70 ms. The kernels that restore weights take 17.
+# The formula says 16, with the rate that the same kernel reached on one large matrix. What takes the rest, 8 to 53 ms, is not
+# known. The host is a suspect. Lab 06's step was probably 315 ms longer: kernels make 27 of them, launches at most 118.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
@@ -550,9 +547,9 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# The eight blocks' inputs are all that is kept. These copies stop the GPU. The course's `Parking`
-# (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor while the
-# block behind it is computed.
+# Eight blocks' inputs are the 4.2 MB; any further tensors weigh nearly nothing. These copies stop the GPU. The course's
+# `Parking` (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor
+# while the block behind it is computed.
 #
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
