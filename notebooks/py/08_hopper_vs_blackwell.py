@@ -29,7 +29,7 @@
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
 # - write the two-clock replay of a step, and fill it from a trace;
-# - measure what a launch takes your host, and say which clock a step goes by;
+# - estimate what a launch takes your host, and say which clock a step goes by;
 # - turn a loop over experts into one grouped product;
 # - say how slow a host must be for one card to overtake another;
 # - hold an assumption against a lower bound;
@@ -616,8 +616,8 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # Captured, these cards are up to 4.5 times apart. In the expert loop the replay has them near equal. It gives our H200 8,109
-# examples per hour, where section 4's 1,278 ms are 11,270. Per yen the Blackwell card beats the H100, whose price is the PCIe
-# card's and speed the SXM5's. It beats it per kWh, too, at the data sheets' power.
+# examples per hour, where section 4's 1,278 ms are 11,270. By a scaling not tested on a second card the Blackwell beats the
+# H100 per yen, with the PCIe card's price and the SXM5's speed, and, at the data sheets' power, per kWh.
 #
 # **Takeaway.** By this replay a faster card buys little where the host decides.
 
@@ -671,9 +671,9 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
         print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour.{ruled_out}")
 
 # %% [markdown]
-# That rules 9,200 out, but counts too much. The head and each block's last product, 9.2 of 32 billion parameters, need no
-# second pass: 9,539 with attention. Then 9,200 are possible, at 96 % of the peak. So the batches were probably shorter.
-# Everything below is computed for both, *padded* and *at the mean length*. Where they disagree, the model can't judge.
+# The cell's 9,076 is too low to be a bound. The head and each block's last product, 9.2 of 32 billion parameters, need no
+# second pass: 9,539, with attention. So 9,200 are 96 % of the peak: possible, but the batches were probably shorter. Everything
+# below is computed for both, *padded* and *at the mean length*. Where they disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -798,10 +798,10 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article.
-# Corrected by 1.31, gpt-oss-120b is still 1.6 times as fast as Qwen3-32B: that survives. Blackwell against H100, 1.43, becomes
-# 1.83 if kernels are 1.31 times shorter, and 1.12 at most if launches take section 4's 21 µs. The article's 1.3 lies between:
-# no verdict.
+# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article. With
+# Qwen3-32B 1.31 times faster, gpt-oss-120b still leads by 1.6, if its count holds. Blackwell against H100, 1.43, becomes 1.83
+# if kernels are 1.31 times shorter, and 1.12 at most if launches take section 4's 21 µs. The article's 1.3 lies between: no
+# verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
