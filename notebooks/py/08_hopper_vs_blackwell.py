@@ -617,7 +617,7 @@ lab.table(pd.DataFrame(worth))
 # %% [markdown]
 # Captured, these cards are up to 4.5 times apart. In the expert loop the replay has them near equal. It gives our H200 8,109
 # examples per hour, where section 4's 1,278 ms are 11,270. By a scaling not tested on a second card the Blackwell beats the
-# H100 per yen, with the PCIe card's price and the SXM5's speed, and, at the data sheets' power, per kWh.
+# H100 per yen (PCIe's price, SXM5's speed) and, at data-sheet power, per kWh.
 #
 # **Takeaway.** By this replay a faster card buys little where the host decides.
 
