@@ -85,6 +85,7 @@ test: install
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 lab: install
+	@if [ "$$(id -u)$(ARGS)" = 0 ]; then echo "As root, JupyterLab wants: make lab ARGS=--allow-root"; fi
 	JUPYTER_CONFIG_PATH="$(CURDIR)/jupyter$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}" $(BIN)/python -m jupyter lab $(ARGS)
 
 lint: install

@@ -31,12 +31,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from labutils.profiling.call_stacks import (
-    Slice,
-    blamed_operator,
-    enclosing,
-    own_time,
-)
+from labutils.profiling.call_stacks import Slice, blamed_operator, enclosing, own_time
 from labutils.profiling.intervals import Interval, Lookup, difference, overlap, total, union
 from labutils.profiling.kernel_categories import category_of, is_thin
 from labutils.profiling.utilization_and_power import gpu_busy

@@ -95,12 +95,14 @@ def files_beside(folder: Path, lab: str) -> list[Path]:
 
 
 def read_page(files: Iterable[Path]) -> Page:
-    """Judge every claim by the newest of `files` for each lab: runs of one lab are never mixed from
-    two files.
+    """Judge every claim by the newest of `files` for each lab in which it ran to its end, else the
+    newest: runs of one lab are never mixed from two files.
     """
     readings = [records.read_file(path) for path in files]
-    newest = {record["lab"]: reading for reading in readings for record in reading.records}
-    kept = [r for reading in readings for r in reading.records if newest[r["lab"]] is reading]
+    rows = [(record, reading) for reading in readings for record in reading.records]
+    newest = {r["lab"]: reading for r, reading in rows}
+    newest |= {r["lab"]: reading for r, reading in rows if r.get("status") == "done"}
+    kept = [r for r, reading in rows if newest[r["lab"]] is reading]
     here = records.runs_of(kept)
     return Page(
         judgements=judges.judge_all(None, here, records.reference_runs()),

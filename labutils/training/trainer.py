@@ -14,11 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from labutils.data.loader import make_loader
-from labutils.layers.cuda_graph import (
-    float32_rounded,
-    timed_convolutions,
-    variants_allowed,
-)
+from labutils.layers.cuda_graph import float32_rounded, timed_convolutions, variants_allowed
 from labutils.recipe import Recipe
 from labutils.training import checkpoint, distributed
 from labutils.training.batches import Batches

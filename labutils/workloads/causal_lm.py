@@ -26,15 +26,7 @@ import torch
 from torch import nn
 
 from labutils.data.packing import Collate, Layout
-from labutils.data.texts import (
-    LONG,
-    LONGEST,
-    SHORT,
-    Chat,
-    Conversation,
-    Conversations,
-    from_hub,
-)
+from labutils.data.texts import LONG, LONGEST, SHORT, Chat, Conversation, Conversations, from_hub
 from labutils.data.tokenizers import chat_tokenizer, hub_tokenizer
 from labutils.layers.packed_attention import register_attention
 from labutils.recipe import Recipe

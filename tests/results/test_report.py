@@ -79,10 +79,7 @@ def test_a_file_a_folder_or_the_environment_names_the_results(tmp_path, capsys, 
 
 def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "REPOSITORY", tmp_path)
-    zero, three = (
-        Run("03", "", tags={"experiment": "workers", "workers": n}, metrics={"step_ms": 1})
-        for n in (0, 3)
-    )
+    zero, three = (Run("03", "", tags={"workers": n}, metrics={"step_ms": 1}) for n in (0, 3))
     old = write(tmp_path / "results" / "old", zero, rung("stock", 1160))
     new = write(tmp_path / "results" / "new", three)
     os.utime(old / "results.jsonl", (1, 1))
@@ -90,6 +87,9 @@ def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, 
     page = report.read_page(report.result_files(None))
     assert [(run.lab, run.tags.get("workers")) for run in page.here] == [("04", None), ("03", 3)]
     assert page.files == [old / "results.jsonl", new / "results.jsonl"]
+    records.Results(old).append({"lab": "03", "status": "done"})  # the newer run was cut off
+    os.utime(old / "results.jsonl", (1, 1))
+    assert report.read_page(report.result_files(None)).files == [old / "results.jsonl"]
 
 
 def test_a_lab_that_sums_up_reads_what_is_beside_it(tmp_path, monkeypatch):

@@ -82,8 +82,9 @@ def path_of(name: str, known: Sequence[Path]) -> Path:
     """The notebook that `name` means among `known`. Raises `UsageError` where it means none."""
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name).resolve()
+    words = name.replace(" ", "_")
     for path in known:
-        if name in (path.stem, path.name) or (name.isdecimal() and name.zfill(2) == path.stem[:2]):
+        if words in (path.stem, path.stem[3:], path.name) or name.zfill(2) == path.stem[:2]:
             return path
     labs = "".join(f"\n    {path.stem.replace('_', ' ')}" for path in known)
     raise UsageError(f"There is no lab {name!r}. A lab is called by number, name or path:{labs}")
