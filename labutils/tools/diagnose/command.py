@@ -38,11 +38,11 @@ def main(options: Namespace) -> int:
     diagnosis = diagnose(replace(evidence, files=tuple(dict.fromkeys(map(short, files)))))
     if options.try_fixes and not exit_code:
         diagnosis = replace(diagnosis, tries=trial.tries(diagnosis, command, stages))
-    words = "\n" + report.text(diagnosis)
-    if options.json:
-        words = json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False)
     try:
-        print(words, flush=True)
+        if options.json:
+            print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False), flush=True)
+        else:
+            print("", report.text(diagnosis), sep="\n", flush=True)
     finally:  # whoever no longer reads wants the page; a full disk comes after the words
         if page is not None:
             page.write_text(report.page(diagnosis), encoding="utf-8")

@@ -217,12 +217,11 @@ TRIFLING = 0.1
 def capture(e: Evidence) -> Fix | None:
     """The whole step as one CUDA graph: kernels, a gap after each, and waits for data remain."""
     launches, device_ms = len(e.queue.pieces) / e.queue.steps, e.queue.device_ms
+    after = lambda queue: queue.having(captured(queue.pieces))  # noqa: E731
     fed = _with_data(e.queue, 0.0)
-    decides = fed.step_ms >= HOST_DECIDES * fed.having(captured(fed.pieces)).step_ms
-    if not e.on_gpu or launches < FEW_LAUNCHES or not decides:
+    if not e.on_gpu or launches < FEW_LAUNCHES or fed.step_ms < HOST_DECIDES * after(fed).step_ms:
         return None
-    facts = {"launches": launches, "device_ms": device_ms, "step_ms": e.step_ms}
-    return _fix(e, "capture", lambda queue: queue.having(captured(queue.pieces)), **facts)
+    return _fix(e, "capture", after, launches=launches, device_ms=device_ms, step_ms=e.step_ms)
 
 
 def captured(pieces: Sequence[Piece]) -> list[Piece]:

@@ -37,7 +37,8 @@ def _row(diagnosis: Diagnosis, fix: Any) -> dict[str, Any]:
     row = {name: getattr(fix, name) for name in FACTS} | {"worth_it": fix.gain >= WORTH}
     row["edits"] = [edit._asdict() for edit in edits(fix, diagnosis.evidence.files)]
     tried = diagnosis.tries.get(fix.name)
-    return row | {"tried": tried and asdict(tried)}
+    saves = fix.gain if tried is None or tried.measured is None else tried.measured
+    return row | {"tried": tried and asdict(tried), "saves": saves}
 
 
 def text(diagnosis: Diagnosis) -> str:
