@@ -211,9 +211,7 @@ lab.table(lab12_scoreboard.farthest_off(board), otherwise="No statement was refu
 # the scale. *Inconclusive* and *differs between hosts* are no disagreement.
 
 # %%
-lab.table(
-    lab12_scoreboard.disagreements(board), otherwise="No verdict of yours differs from ours."
-)
+lab.table(lab12_scoreboard.disagreements(board), otherwise="No verdict of yours differs from ours.")
 
 # %% [markdown]
 # The next cell shows any claim with its reason: choose in JupyterLab, or set the parameters `article`, `lab_number` and
