@@ -190,8 +190,7 @@ def gradient_by_hand(state: dict[str, Tensor], watched: Watched) -> tuple[dict[s
 
 def test_the_step_is_adamws_on_the_clipped_gradient(workload):
     """One step written out in float64 (Loshchilov and Hutter 2019, algorithm 2)."""
-    recipe = PLAIN.but(max_grad_norm=0.01, learning_rate=1e-3)
-    watched = watch(workload, recipe)
+    watched = watch(workload, PLAIN.but(max_grad_norm=0.01, learning_rate=1e-3))
     norm = math.sqrt(sum(g.double().square().sum().item() for g in watched.gradients[0].values()))
     assert norm > 0.01
     for name, start in watched.before.items():

@@ -83,8 +83,7 @@ def test_what_is_on_record_says_what_kind_of_run_it_was():
     ],
 )
 def test_how_far_off_a_finding_is(id, ratio, factor):
-    off = scoreboard.off_by(of(id, REFUTED, ratio))
-    assert off == pytest.approx(factor, rel=0.01, nan_ok=True)
+    assert scoreboard.off_by(of(id, REFUTED, ratio)) == pytest.approx(factor, rel=0.01, nan_ok=True)
 
 
 def test_what_comes_next_is_said_with_what_to_type():

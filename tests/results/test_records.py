@@ -43,8 +43,7 @@ def test_runs_are_selected_by_their_tags():
     base = Run("06", "a", tags={"experiment": "methods", "batch": 1})
     again = Run("06", "a", tags=base.tags | {"again": True})
     four = Run("06", "b", tags=base.tags | {"batch": 4})
-    other = Run("07", "c", tags=base.tags)
-    kept = Runs([base, again, four, other])
+    kept = Runs([base, again, four, Run("07", "c", tags=base.tags)])
     assert list(kept.select("06", experiment="methods")) == [base, again, four]
     assert list(kept.select("06", batch=1, again=False)) == [base]
     assert list(kept.select(batch=True)) == []  # True is not 1

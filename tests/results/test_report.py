@@ -26,8 +26,7 @@ def no_other_results(tmp_path, monkeypatch):
 
 
 def rung(name: str, ms: float) -> Run:
-    tags = {"experiment": "ladder", "rung": name}
-    return Run("04", name, metrics={"step_ms": ms}, tags=tags)
+    return Run("04", name, metrics={"step_ms": ms}, tags={"experiment": "ladder", "rung": name})
 
 
 def write(folder: Path, *runs: Run) -> Path:

@@ -112,8 +112,7 @@ def test_the_compiler_is_tried(tmp_path, monkeypatch):
 
 def test_libraries():
     tried = [torch(), Import("unsloth", "missing"), Import("bitsandbytes", "broken", "", "why")]
-    statuses = [finding.status for finding in checks.check_libraries(tried)]
-    assert sorted(statuses) == [INFO, OK, WARN]
+    assert sorted(found.status for found in checks.check_libraries(tried)) == [INFO, OK, WARN]
     assert FAIL in [f.status for f in checks.check_libraries([Import("peft", "crashed")])]
 
 

@@ -57,8 +57,7 @@ def _filled(template: str, diagnosis: Diagnosis) -> str:
     words = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
     words.filters |= {"wrap": _wrapped, "plain": literal}
     words.globals |= {"picture": lambda what: _picture(diagnosis, what), "worth": WORTH}
-    facts = record(diagnosis)
-    return words.get_template(template).render(facts, rows=_rows(diagnosis)).strip()
+    return words.get_template(template).render(record(diagnosis), rows=_rows(diagnosis)).strip()
 
 
 def _rows(diagnosis: Diagnosis) -> dict[str, float]:

@@ -82,8 +82,7 @@ def around_training(fixes: Any, asked: Set[str]) -> None:
     from torch.utils.data import DataLoader
 
     def first_call(original: Callable[..., Any], module: Any, *args: Any, **more: Any) -> Any:
-        trained = any(p.requires_grad for p in module.parameters())
-        if not (trained and torch.is_grad_enabled()):
+        if not (torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())):
             return original(module, *args, **more)
         torch.nn.Module.__call__ = original
         fixes.model(module)

@@ -46,8 +46,7 @@ class Watch:
     def __init__(self, given: dict[str, Any], note: ProcessNote) -> None:
         self.given, self.note = given, note
         counts = (given["warmup"], given["timed"], 3, WATCHED_STEPS, 1, given["profiled"])
-        stages = list(Stage)[:2] if "try" in given else Stage
-        self.plan = dict(zip(stages, counts, strict=False))
+        self.plan = dict(zip([*Stage][: 2 if "try" in given else None], counts, strict=False))
         self.stage = Stage.SKIPPED
         self.steps = 0
         self.leader: Callable[[], Any] = lambda: None  # weak: the optimizer is the script's
@@ -299,9 +298,8 @@ class Watch:
 
     def record(self) -> dict[str, Any]:
         """What was measured, but for the trace; times in milliseconds a step."""
-        means = ("backwards", "batches", "fetch_cpu_ms")
         total, steps = sum(self.counts, Counter()), max(1, len(self.counts))
-        return {name: total[name] / steps for name in means} | {
+        return {mean: total[mean] / steps for mean in ("backwards", "batches", "fetch_cpu_ms")} | {
             "device": "cuda" if self.on_gpu else "cpu",
             "step_ms": self._step_ms(),
             "data_ms": [count["data_ms"] for count in self.counts],
