@@ -22,9 +22,8 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article
 # looked inside and found the H100 idle. Its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You have one card, or none. So you write a model of ten lines that predicts a step beside any host, on any card. You test it
-# on steps that it has not seen. On our H200 it misses three of four. Then you ask it about other cards, and see which answers
-# survive.
+# You have one card, or none. So you write a model of ten lines that predicts a step. You test it on steps that it has not seen.
+# On our H200 it misses three of four. Then you ask it about other cards, and see which answers survive.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -32,7 +31,7 @@
 # - estimate what a launch takes your host, and say which clock a step goes by;
 # - turn a loop over experts into one grouped product;
 # - say how slow a host must be for one card to overtake another;
-# - hold an assumption against a lower bound;
+# - hold an assumption against a bound;
 # - work out whether weights and training fit a card.
 #
 # | scale | needs | time |
@@ -171,7 +170,7 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
 # **Exercise 1. Write the replay.** Each launch is `(c, k, waits)`. Return the GPU's clock after the last one. The given code
-# ignores every wait.
+# ignores order and waits.
 
 # %%
 from labutils.course.exercises import check, faster_than
@@ -296,7 +295,7 @@ lab.predict("host's time for a launch in the experts' loop (on a thin model)", m
 # **Question.** How well does the replay predict a step that it never timed?
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
-# light step. Here it is on a small network. On a CPU what the profiler adds can make $c$ negative.
+# light step. Here it is on a small network. On a CPU $c$ means nothing.
 
 
 # %%
@@ -400,10 +399,12 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # Where *kernels* decide, the prediction is hardly more than their sum: 8 % too short on the H200.
 #
-# On the H200 the small network came out 19 % too long, the expert loop 39 %. The loop's 60,220 launches took 1,278 ms: 21 µs
-# each at most. The light step said 27.7, and 31.8 (on record) at the section's end, where the real step had hardly changed. So
-# the light step is the weak part; why is open. The error bar covers only how the host's speed moved around the step. Sections 6
-# to 8 keep 27.7. So section 7's cards come out too near to each other, and section 8's host at least 1.3 times too slow.
+# Where the *host* decides, one prediction holds: dense on short texts. The small network came out 19 % too long, the expert
+# loop 39 %. Its 60,220 launches took 1,278 ms, so $c$ is 21 µs at most. The light step said 27.7: it is the weak part.
+#
+# A real step that the host decides tells more. Its *predicted* less its launches' time is what waits add: 8 ms on short texts,
+# 107 on long ones. So a launch of the short step took (1,047 - 8) ms / 55,647 = 18.7 µs. With 18.7 the long step is predicted 4
+# % too short. Sections 6 to 8 still use 27.7, 1.3 to 1.5 times too much.
 #
 # **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
 
@@ -450,10 +451,9 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
 
 # %% [markdown]
-# **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel as
-# well; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters and a loss
-# that never forms all logits. Section 4 timed the loop a second time at its end, *again*. At 0.93 to 1.05x the machine is
-# unsteady.
+# **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel
+# and packed texts; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters
+# and a loss that never forms all logits. *again* is the loop at section 4's end; 0.93 to 1.05x is an unsteady machine.
 
 # %%
 for way in ("grouped", "captured", "compiled"):
@@ -468,10 +468,10 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped*, with one attention kernel, cut launches to an eighth and halved the kernels' time. The step probably
-# fell to a fifth, little more than its kernels take, and to a ninth with *compiled*.
+# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step probably fell to a fifth, and to a
+# ninth with *compiled*. A CPU launches nothing: *grouped* can be slower there.
 #
-# Each picture shows two milliseconds of a forward pass.
+# Each picture shows two milliseconds of a forward pass. Taller marks are too short to be seen, and widened.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -486,7 +486,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# On long texts the dense model's kernels hide its launches. In the expert loop each kernel waits for its launch.
+# On long texts the dense model's kernels hide its launches. In the expert loop each kernel waits for its launch. Captured, one
+# call launches them all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -566,9 +567,9 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop fails
-# this test: its step grew half as much as the replay says. So 4 µs is no result. Nor are the dense model's 50: brackets allow 8
-# %, its one point, at 42 µs, is 13 % off.
+# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's step
+# grew half as much as predicted. So its crossing, at 4 µs, is no result. Nor is the dense model's, at 50: its only slowed point
+# is 13 % off.
 #
 # **Takeaway.** A model that fails its test gives no result, however exact its number.
 
@@ -615,11 +616,12 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, these cards are up to 4.5 times apart. In the expert loop the replay has them near equal. It gives our H200 8,109
-# examples per hour, where section 4's 1,278 ms are 11,270. By a scaling not tested on a second card the Blackwell beats the
-# H100 per yen (PCIe's price, SXM5's speed) and, at data-sheet power, per kWh.
+# Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and 27.7 µs is too much:
+# our H200 really makes 11,270 examples per hour, not 8,109. So its bars are too long and too alike. Trust their order, not
+# their lengths. No second card has tested the scaling. By it the Blackwell beats the H100 per yen (PCIe's price, SXM5's speed)
+# and per kWh.
 #
-# **Takeaway.** By this replay a faster card buys little where the host decides.
+# **Takeaway.** First remove the launches. Then compare cards.
 
 # %% [markdown]
 # ## 8 · The article's own models
@@ -651,8 +653,8 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
     print(f"{family}: a token meets {met[family] / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# **The lower bound.** Assume that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861. The article's
-# H100 makes 9,200 examples an hour.
+# **The bound.** Assume that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861. The article's H100
+# makes 9,200 examples an hour.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
 
@@ -672,8 +674,9 @@ for name, published in zip((BLACKWELL, H100), (3600, 9200), strict=True):
 
 # %% [markdown]
 # The cell's 9,076 is too low to be a bound. The head and each block's last product, 9.2 of 32 billion parameters, need no
-# second pass: 9,539, with attention. So 9,200 are 96 % of the peak: possible, but the batches were probably shorter. Everything
-# below is computed for both, *padded* and *at the mean length*. Where they disagree, the model can't judge.
+# second pass: 9,539, with attention. The article's 9,200 are 96 % of that. No training step comes so near its peak: the batches
+# were probably shorter. So everything below is computed twice, *padded* and *at the mean length*. Where the two disagree, the
+# model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -770,14 +773,14 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# As counts these predictions are poor: 0.29 to 1.86 times the article's. Only ratios are worth a look. With the same host and
-# batch the faster card ties at worst. But for 32 texts the article's H100 needs two steps of $n$ launches, $2nc$, the Blackwell
-# card one, of kernels that take $K_\text{Blackwell}$. So the H100 falls behind where $c > K_\text{Blackwell} / (2n)$, if
-# kernels decide on the other card: above 44 µs padded, 19 at the mean length. Here $c$ is 21 to 28.
+# These counts are poor: 0.29 to 1.86 times the article's. Look at ratios only. With the same host and batch the faster card
+# never loses. But 32 texts take the article's H100 two steps, $2nc$ if the host decides. The Blackwell card takes one,
+# $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 44 µs padded, 19 at the
+# mean length. Section 4 found 19 to 21: near a tie.
 #
-# **The test.** A count of examples per hour depends on the share of the peak that kernels reach, and unsloth's reach another
-# than ours. In a ratio of two cards it cancels only if kernels decide on both. On gpt-oss they don't. Lab 07 trains Qwen3-32B
-# on an H200. How far off is this section's model there?
+# **The test.** The article trained with unsloth, whose kernels reach another share of the peak than ours. In a ratio of two
+# cards that cancels only if kernels decide on both. On gpt-oss they don't. Lab 07 trains Qwen3-32B on an H200. How far off is
+# this section's model there?
 
 # %%
 recorded = [*records.read_runs(records.REFERENCE), *records.read_runs(lab.results_dir)]
@@ -798,10 +801,9 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article. With
-# Qwen3-32B 1.31 times faster, gpt-oss-120b still leads by 1.6, if its count holds. Blackwell against H100, 1.43, becomes 1.83
-# if kernels are 1.31 times shorter, and 1.12 at most if launches take section 4's 21 µs. The article's 1.3 lies between: no
-# verdict.
+# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article. The
+# Blackwell card's lead on gpt-oss-120b, 1.43, becomes 1.83 with kernels 1.31 times shorter, and 1.12 at most with launches of
+# 21 µs. The article's 1.3 lies between: no verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -872,8 +874,7 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So QLoRA probably had it.
-# Then batch 4 fits, too: lab 07 measured 50 GB. For gpt-oss-120b at 32 texts the table has 77.8 GB, too near the H100's 85 to
-# judge.
+# Then batch 4 fits, too: lab 07 measured 50 GB. Whether gpt-oss-120b's 32 texts fit an H100 stays open: 77.8 GB of 85.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -915,9 +916,9 @@ my_ratio = None  # your number
 print(check("08.3", my_ratio))
 
 # %% [markdown]
-# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*. An expert is two products with
-# biases, `gate_up_proj` and `down_proj`, and between them a gate, `theirs._apply_gate`. `theirs` is the library's module: one
-# expert after the other. Compute the same with grouped products, at least twice as fast.
+# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; place // 4
+# is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
+# `theirs._apply_gate`. `theirs` takes one expert after the other. Use grouped products, twice as fast.
 
 # %% tags=["exercise"]
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
