@@ -178,8 +178,7 @@ def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
     loader = {"num_workers": workers, "pin_memory": False}
     facts = {"loader": loader, "fetch_cpu_ms": fetch_cpu_ms, "batch_facts": [batch(bytes=1e5)]}
     evidence = of_steps(three(waiting), 5.0, **facts)
-    fix = fixes.workers(replace(evidence, cores=cores))
-    assert (fix.gain > 0.5) == helps
+    assert (fixes.workers(replace(evidence, cores=cores)).gain > 0.5) == helps
     assert evidence.budget[budget.DATA] == pytest.approx(5.0, rel=0.1)
 
 
@@ -216,8 +215,7 @@ def test_what_is_computed_again():
 
     found = diagnose(of_steps(three(body)))
     assert found.fix("checkpointing").gain == pytest.approx(0.25, abs=0.03)
-    no_room = diagnose(of_steps(three(body), config={"peak_gb": 70.0}))
-    assert no_room.fix("checkpointing") is None
+    assert diagnose(of_steps(three(body), config={"peak_gb": 70.0})).fix("checkpointing") is None
 
 
 @pytest.mark.parametrize(
