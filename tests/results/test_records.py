@@ -203,7 +203,7 @@ def test_a_later_schema_takes_a_newer_labutils(reader):
     for lines in (later, [*OURS[:-1], later[-1]]):
         said = reader(*lines)
         assert "git pull && make install" in said
-        assert not [word for word in ("--force", *SHOWN) if word in said]
+        assert not [word for word in ("--force", *SHOWN[:3]) if word in said]
 
 
 @pytest.mark.parametrize("tool", ["report", "handouts", "run"])
