@@ -18,6 +18,7 @@ from labutils.tools.diagnose import budget, diagnose, fixes, report, sources, tr
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
 from labutils.tools.diagnose.step_queue import (
     GRAPH_GAP_MS,
+    PYTHON,
     READ,
     SPREAD,
     TO_DEVICE,
@@ -464,13 +465,13 @@ def test_the_models_python_goes_and_the_loops_own_stays():
     kinds = ("elementwise", "elementwise", "GEMM")
     calls = [Piece(kind, 0.001, 0.01) for _ in range(50) for kind in kinds]
     slow = [p.but(host_ms=0.2) if n % 5 == 0 else p for n, p in enumerate(calls)]
-    loop = [calls[0].but(host_ms=20.0), *calls[1:]]
+    loop = [Piece(PYTHON, 0.0, 20.0), *calls]
     evidence = replace(of_steps(three(tuned)), optimizer=None)
     for rule in (fixes.compiling, fixes.capture):
         queues = [Queue((*pieces, Piece("other", 0.001))) for pieces in (calls, slow, loop)]
         afters = [rule(replace(evidence, queue=queue)).after(queue) for queue in queues]
         short, same, own = (after.total("host_ms") for after in afters)
-        assert same == pytest.approx(short) and 18 < own < 21
+        assert same == pytest.approx(short) and 18 < own < 22
 
 
 @settings(max_examples=60, deadline=None)
