@@ -461,6 +461,11 @@ def test_compiling_leaves_as_many_kernels_as_were_counted():
     assert 1 - fix.gain == pytest.approx(lasts, rel=0.15)
 
 
+def test_the_loops_own_python_stays_beside_a_wait_for_data():
+    slow = three(lambda s: (s.host(20_000), s.host(60_000, "data"), tiny_kernels(s)))
+    assert fixes.capture(of_steps(slow, 60.0)).gain < 0.06
+
+
 def test_the_models_python_goes_and_the_loops_own_stays():
     kinds = ("elementwise", "elementwise", "GEMM")
     calls = [Piece(kind, 0.001, 0.01) for _ in range(50) for kind in kinds]

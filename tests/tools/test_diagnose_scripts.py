@@ -68,11 +68,10 @@ def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
     assert 0.5 < found.evidence.padding < 0.9
 
 
-@pytest.mark.parametrize(("pause", "note"), [(0.02, ""), ("0.1 * (n > 9)", "Profiled steps")])
-def test_no_fix_is_promised_the_loops_own_python(pause, note, tmp_path):
-    text = f"import time\n{STEPS}\nfor n in range(60):\n    step()\n    time.sleep({pause})"
+def test_steps_that_differ_are_said(tmp_path):
+    text = f"import time\n{STEPS}\nfor n in range(60):\n    step()\n    time.sleep(0.1 * (n > 9))"
     found = diagnosed(*script(tmp_path, text), stages=Stages(2, 6, 3))
-    assert note in "".join(found.evidence.notes) and (note or found.fixes[0].gain < 0.1)
+    assert "no prediction holds" in found.evidence.notes[0]
 
 
 # ---------------------------------------------------------------------------------- any way in

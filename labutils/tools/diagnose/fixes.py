@@ -503,8 +503,9 @@ def checkpointing(e: Evidence) -> Fix | None:
     """The backward pass without computing the forward pass again."""
     peak, whole = e.memory_gb or (0.0, 1.0)
     parts = ("ms", "host_ms") if e.queue.takes_turns else ("ms",)
-    forward = sum(e.queue.total(part, "", "forward") for part in parts)
-    backward = sum(e.queue.total(part, "backward") for part in parts)
+    model = e.queue.having(piece for piece in e.queue.pieces if piece.in_model)
+    forward = sum(model.total(part, "", "forward") for part in parts)
+    backward = sum(model.total(part, "backward") for part in parts)
     if e.recomputed < 0.05 or peak > ROOM * whole or backward <= 0:
         return None
     left = max(0.2, 1 - e.recomputed * forward / backward)

@@ -60,7 +60,7 @@ def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
         recomputed=recomputed(trace),
         memory_gb=(config["peak_gb"], config["memory_gb"]) if "peak_gb" in config else None,
         config=config,
-        notes=_notes(record, trace.wall_ms / trace.steps / step_ms),
+        notes=_notes(record, (trace.wall_ms / trace.steps - fetched_ms + data_ms) / step_ms),
         timeline=trace.timeline(),
         files=tuple({short(row["place"]).rpartition(":")[0] for row in record["calls"]}),
     )

@@ -130,8 +130,7 @@ class Queue:
     def calling_ms(self) -> float:
         """What the host takes to give one piece of the model's work: the median, as Python in
         between isn't calling."""
-        given = [p.host_ms for p in self.pieces if p.phase not in ("optimizer", "clip")]
-        return median([ms for ms in given if ms] or [0.0])
+        return median([p.host_ms for p in self.pieces if p.in_model and p.host_ms] or [0.0])
 
     def gain(self, after: Queue) -> float:
         """The share of a step that is saved by `after`, from 0 to 1; 0 where it lasts longer."""

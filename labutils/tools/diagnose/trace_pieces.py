@@ -20,7 +20,8 @@ MOST_CALLING_MS = 0.03
 """What calling one operator takes at most, Python around it included. More than that is something
 else, such as the system handing out memory, and no fewer calls would save it."""
 PYTHON_MS = 1.0
-"""So long a stretch of the host's time outside of marked phases is taken for the loop's own."""
+"""A stretch of the host's time outside of marked phases is the loop's own from twice this on, and
+up to this the model's. In between it is taken for a mixture of both."""
 KERNEL_GAP_MS = 0.0015
 """From one kernel to the next, both launched long before: steps of 4,691 and 1,994 kernels lasted
 7.5 and 3.0 ms longer than these, on an H100."""
@@ -42,9 +43,10 @@ def _gpu_pieces(trace: Trace) -> Iterator[Piece]:
     host_end = trace.step_windows[-1][1]
     waiting = [(wait.start, wait.end) for wait in trace.waits]
     not_own = Lookup(union(waiting + trace.phase_time.get("data", [])))
-    last = trace.wall[0]
+    marks = [time for at, time in trace.phase_time.items() if at not in ("log", "to_device")]
+    marked, last = Lookup(union(sum(marks, waiting))), trace.wall[0]
     for (call, work, wait), operator in zip(launched, operators, strict=True):
-        if loops_ms := _loops_own_ms(trace, last, call.start, not_own):
+        if loops_ms := _loops_own_ms(last, call.start, marked):
             yield Piece(PYTHON, 0.0, host_ms=loops_ms)
         host_ms, last = _own_ms(last, call.end, not_own) - loops_ms, max(last, call.end)
         # There are several kernels of a graph, or of one product in parts.
@@ -70,10 +72,9 @@ def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
     launched = [row for row in launched if row[2] != "data"]
     operators = operators_at(trace, [operator.start for operator, _, _ in launched])
     pieces, last, loops_ms = [], trace.wall[0], 0.0
-    not_own = Lookup(union(trace.phase_time.get("data", [])))
+    marked = Lookup(union(sum(trace.phase_time.values(), [])))
     for (op, (_, kind, own_ms), phase), operator in zip(launched, operators, strict=True):
-        loops_ms += _loops_own_ms(trace, last, op.start, not_own)
-        last = max(last, op.end)
+        loops_ms, last = loops_ms + _loops_own_ms(last, op.start, marked), max(last, op.end)
         sizes = {"product": product_of(operator), "dtype": dtype_of(operator)}
         sizes["masks"] = masks_queries(operator)
         pieces.append(Piece(kind, max(0.0, own_ms - CALLING_MS), phase=phase, **sizes))
@@ -88,7 +89,7 @@ def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
         yield replace(piece, host_ms=min(MOST_CALLING_MS, even_ms))
     for phase, ms in left.items():
         yield Piece(PYTHON, 0.0, max(0.0, ms - count[phase] * MOST_CALLING_MS), phase=phase)
-    yield Piece(PYTHON, 0.0, host_ms=loops_ms)
+    yield from [Piece(PYTHON, 0.0, host_ms=loops_ms / trace.steps)] * trace.steps
 
 
 def queue_of(trace: Trace, data_ms: float = 0.0, log_ms: float = 0.0) -> Queue:
@@ -116,10 +117,10 @@ def _own_ms(start: float, end: float, not_own: Lookup) -> float:
     return end - start - total(not_own.within((start, end))) if end > start else 0.0
 
 
-def _loops_own_ms(trace: Trace, start: float, end: float, not_own: Lookup) -> float:
-    """The host's own time in between where that is long and in no marked phase, else 0."""
-    ms = _own_ms(start, end, not_own)
-    return 0.0 if ms < PYTHON_MS or trace.phase_at((start + end) / 2) else ms
+def _loops_own_ms(start: float, end: float, marked: Lookup) -> float:
+    """What of the host's time in between is the loop's own."""
+    ms = _own_ms(start, end, marked)
+    return max(0.0, min(ms, 2 * (ms - PYTHON_MS)))
 
 
 def _reason(wait: Wait, work: str) -> str:
