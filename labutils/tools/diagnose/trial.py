@@ -69,7 +69,7 @@ def run(
         records, tried, notes = (script.hook_notes(folder, kind) for kind in kinds)
     if not records:
         errors = [note["failed"] for note in notes if "failed" in note]
-        return {"why": f"the script failed with it: {errors[-1] if errors else 'no step was seen'}"}
+        return {"why": f"run again, it failed: {errors[-1] if errors else 'no step was seen'}"}
     seen = next((one for one in tried if one.get("losses")), {"losses": [], "done": []})
     if missing := changes.keys() - set(seen["done"]) - {"persistent_workers", "non_blocking"}:
         return {"why": f"could not be put in place from outside ({', '.join(sorted(missing))})"}
