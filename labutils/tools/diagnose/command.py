@@ -38,9 +38,9 @@ def main(options: Namespace) -> int:
     diagnosis = diagnose(replace(evidence, files=tuple(dict.fromkeys(map(short, files)))))
     if options.try_fixes and not exit_code:
         diagnosis = replace(diagnosis, tries=trial.tries(diagnosis, command, stages))
+    words = options.json and json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False)
     try:
-        record = json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False)
-        print("", record if options.json else report.text(diagnosis), sep="\n", flush=True)
+        print("", words or report.text(diagnosis), sep="\n", flush=True)
     finally:  # whoever no longer reads wants the page; a full disk comes after the words
         if page is not None:
             page.write_text(report.page(diagnosis), encoding="utf-8")
