@@ -54,7 +54,6 @@ def test_cells_are_short_enough_to_be_read_and_words_are_few(path: Path):
 
 def test_pages_lead_where_they_say():
     for page in [HOUSE / "README.md", HOUSE / "TEACHING.md", *(HOUSE / "docs").glob("*.md")]:
-        text = page.read_text("utf-8")
-        targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+        targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text("utf-8"))
         missing = [target for target in targets if not (page.parent / target).exists()]
         assert not missing, f"{page.name}: {missing}"

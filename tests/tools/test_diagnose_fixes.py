@@ -375,9 +375,8 @@ def test_a_gap_is_its_kernels():
     evidence = of_steps(three(tuned))
     graph = queue.each(lambda piece: piece.but(host_ms=0.0, gap_ms=GRAPH_GAP_MS))
     assert fixes.capture(replace(evidence, queue=graph)) is None
-    assert fixes.capture(replace(evidence, queue=queue)).gain == pytest.approx(
-        1.25 / 19.5, rel=0.01
-    )
+    gain = fixes.capture(replace(evidence, queue=queue)).gain
+    assert gain == pytest.approx(1.25 / 19.5, rel=0.01)
     slow = queue.each(lambda piece: piece.but(host_ms=0.025))
     assert fixes.capture(replace(evidence, queue=slow)).gain > 0.2
 
@@ -467,8 +466,7 @@ def test_the_loops_own_python_stays_beside_a_wait_for_data():
 
 
 def test_the_models_python_goes_and_the_loops_own_stays():
-    kinds = ("elementwise", "elementwise", "GEMM")
-    calls = [Piece(kind, 0.001, 0.01) for _ in range(50) for kind in kinds]
+    calls = [Piece(kind, 0.001, 0.01) for kind in ("elementwise", "elementwise", "GEMM") * 50]
     slow = [p.but(host_ms=0.2) if n % 5 == 0 else p for n, p in enumerate(calls)]
     loop = [Piece(PYTHON, 0.0, 20.0), *calls]
     evidence = replace(of_steps(three(tuned)), optimizer=None)
