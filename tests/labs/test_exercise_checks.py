@@ -50,8 +50,7 @@ def test_a_number_may_be_off_by_its_share(exercise):
     for share, said in ((0.98, "right"), (-0.98, "right"), (1.02, "not yet"), (-1.02, "not yet")):
         if number and within:
             for form in (float, np.float64, torch.tensor, lambda x: np.array([x])):
-                answer = form(number * (1 + share * within))
-                assert f": {said}. " in check(exercise, answer)
+                assert f": {said}. " in check(exercise, form(number * (1 + share * within)))
 
 
 @pytest.mark.parametrize(
@@ -136,8 +135,7 @@ def test_what_changes_its_arguments_gets_its_own(clock):
 @pytest.mark.parametrize(("n", "k"), [(9, 1), (15, 3), (25, 6), (41, 12)])
 def test_the_range_of_a_median_is_the_sign_tests(n, k):
     """Tables of the binomial distribution: P(X < k) <= 0.005 with p = 1/2."""
-    values = [float(value) for value in range(1, n + 1)]
-    assert exercises.range_of_median(values) == (k, n + 1 - k)
+    assert exercises.range_of_median([*map(float, range(1, n + 1))]) == (k, n + 1 - k)
 
 
 X = torch.tensor([1.0, 2.0])

@@ -92,8 +92,7 @@ def test_whole_numbers_are_sorted_and_each_is_there_once():
 
 
 def test_auto_is_the_scale_that_fits_and_a_larger_one_is_warned_of(monkeypatch, capsys):
-    facts = {"gpu": "Small", "gpu_memory_gb": 12.0}
-    monkeypatch.setattr(course, "machine_facts", lambda: facts)
+    monkeypatch.setattr(course, "machine_facts", lambda: {"gpu": "Small", "gpu_memory_gb": 12.0})
     assert open_lab("03", notebook(scale="auto")).scale == "small"
     assert "expect long waits" not in capsys.readouterr().out
     open_lab("03", notebook(scale="full"))

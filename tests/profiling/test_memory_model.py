@@ -52,8 +52,7 @@ def test_plans_are_what_a_step_holds(frozen, dtype):
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     assert plan.weights == bytes_of(tensors_of(model))
     assert plan.gradients == sum(p.grad.nbytes for p in trained)
-    counters = 4 * len(trained)  # of steps
-    assert plan.optimizer == sum(value.nbytes for value in state) - counters
+    assert plan.optimizer == sum(value.nbytes for value in state) - 4 * len(trained)  # counters
     assert plan.gradients == dtype.itemsize * (32 + 68 + (0 if frozen else 144))
 
 

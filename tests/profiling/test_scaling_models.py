@@ -61,8 +61,7 @@ def simulated(lead, sizes, link):
     ],
 )
 def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes):
-    one = alone([float(ms) for ms in lead], sizes)
-    step = ddp_model.ddp(one, LINK)
+    step = ddp_model.ddp(alone([float(ms) for ms in lead], sizes), LINK)
     assert step.exposed_ms == pytest.approx(simulated(lead, sizes, LINK), abs=0.05)
 
 
@@ -103,8 +102,7 @@ node:2:9 [1] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [send] via NET/Socket/0
 
 
 def test_nccl_s_log_tells_the_ways():
-    ways = {"P2P/CUMEM/read": 2, "SHM/direct/direct": 1, "NET/Socket/0": 1}
-    assert nccl_transports(LOG) == ways
+    assert nccl_transports(LOG) == {"P2P/CUMEM/read": 2, "SHM/direct/direct": 1, "NET/Socket/0": 1}
 
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

@@ -25,8 +25,7 @@ def in_rounds(factor: float, noise: float, seed: int) -> Run:
     """Eight rounds of three steps around 100 ms times `factor`."""
     draws = np.random.default_rng(seed)
     rounds = [one for one in range(8) for _ in range(3)]
-    steps = [100 * factor * (1 + noise * draws.normal()) for _ in rounds]
-    return run_of(steps, rounds)
+    return run_of([100 * factor * (1 + noise * draws.normal()) for _ in rounds], rounds)
 
 
 def test_the_effect_is_the_median_of_the_ratios_of_round_medians():

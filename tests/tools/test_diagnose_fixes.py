@@ -462,6 +462,19 @@ def test_compiling_leaves_as_many_kernels_as_were_counted():
     assert 1 - fix.gain == pytest.approx(lasts, rel=0.15)
 
 
+def test_the_models_python_goes_and_the_loops_own_stays():
+    kinds = ("elementwise", "elementwise", "GEMM")
+    calls = [Piece(kind, 0.001, 0.01) for _ in range(50) for kind in kinds]
+    slow = [p.but(host_ms=0.2) if n % 5 == 0 else p for n, p in enumerate(calls)]
+    loop = [calls[0].but(host_ms=20.0), *calls[1:]]
+    evidence = replace(of_steps(three(tuned)), optimizer=None)
+    for rule in (fixes.compiling, fixes.capture):
+        queues = [Queue((*pieces, Piece("other", 0.001))) for pieces in (calls, slow, loop)]
+        afters = [rule(replace(evidence, queue=queue)).after(queue) for queue in queues]
+        short, same, own = (after.total("host_ms") for after in afters)
+        assert same == pytest.approx(short) and 18 < own < 21
+
+
 @settings(max_examples=60, deadline=None)
 @given(queues)
 def test_merging_loses_no_product_and_capturing_no_work(queue):

@@ -30,8 +30,7 @@ def one_thread(monkeypatch):
 def test_attention_that_is_written_out_is_named_with_its_line():
     path = str(SCRIPTS / "written_out.py")
     watched = watch([sys.executable, path, "128", "64", "2", "512"], FEW)
-    found = diagnose(replace(watched.evidence, files=(path,)))
-    fix = found.fix("attention")
+    fix = diagnose(replace(watched.evidence, files=(path,))).fix("attention")
     assert "written out 2 times" in fix.reason
     (edit,) = edits(fix, (path,))
     line = Path(path).read_text("utf-8").splitlines()[int(edit.place.rpartition(":")[2]) - 1]

@@ -75,9 +75,8 @@ def test_the_ring_reads_no_loss_between_its_halves():
 def test_the_run_stops_with_the_step_named(bad, at):
     losses = [1.0] * 20
     losses[at - 1] = bad
-    message = rf"{bad} at optimizer step {at}:"
     for log, late in ((SynchronousLog(Written(), 1), 0), (RingLog(Written(), 1, CPU, half=4), 8)):
-        with pytest.raises(NotFinite, match=message):
+        with pytest.raises(NotFinite, match=rf"{bad} at optimizer step {at}:"):
             feed(log, losses, accumulation=1)
         assert log.step <= at + late
         assert log.losses[:-1] == [1.0] * (at - 1)
