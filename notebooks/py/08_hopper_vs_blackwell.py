@@ -667,7 +667,7 @@ spared = sum(p.numel() for name, p in qwen.named_parameters() if any(one in name
 most = {}
 for name, length in product((BLACKWELL, H100), (2045, 861)):
     pairs = attended_pairs(QWEN3_32B, [length])
-    flops = 1.5 * count_flops(QWEN3_32B, 8, length, pairs, length) - 2 * spared * length
+    flops = 1.5 * count_flops(QWEN3_32B, 0, length, pairs, length) - 2 * spared * length
     most[name, length] = 3600 * 1e12 * find_spec(name).dense["bf16"] / flops
     print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour")
 
