@@ -102,8 +102,7 @@ def planted() -> nbformat.NotebookNode:
     ]
     kernel = {"name": "python3", "display_name": "somebody's"}
     paths = {"input_path": "/home/somebody/in.ipynb"}
-    widgets = {"state": {"value": SECRET}}
-    metadata = {"widgets": widgets, "papermill": paths, "kernelspec": kernel}
+    metadata = {"widgets": {"state": {"value": SECRET}}, "papermill": paths, "kernelspec": kernel}
     return new_notebook(cells=cells, metadata=metadata)
 
 

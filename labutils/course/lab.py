@@ -354,14 +354,15 @@ class Lab:
         return records.reference_runs(self.number).of_newest_host().select(**tags)
 
     def verdict(self, *claims: str) -> None:
-        """Show published | ours | here | verdict for the claim ids. It returns nothing: a notebook
-        would print what its cell ends with."""
+        """Show published | ours | here | verdict for the claim ids, and which lines of the results
+        can't be used. It returns nothing: a notebook would print what its cell ends with."""
         from labutils.results.judges import judge_all
 
-        judgements = judge_all(
-            claims, records.read_runs(self.results_dir), records.reference_runs()
-        )
-        self.show(tables.verdict_table(judgements))
+        reading = records.read_file(self._results.path)
+        here, ours = records.runs_of(reading.records), records.reference_runs()
+        self.show(tables.verdict_table(judge_all(claims, here, ours)))
+        if reading.passed_over:
+            self.show(reading.complaint())
 
     @contextlib.contextmanager
     def attempt(

@@ -398,13 +398,13 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # Where *kernels* decide, the prediction is hardly more than their sum: 8 % too short on the H200.
 #
 # Where the *host* decides, one prediction holds: dense on short texts. The small network came out 19 % too long, the expert
-# loop 39 %. Its 60,220 launches took 1,278 ms, so $c$ is 21 µs at most. The light step said 27.7: it is the weak part.
+# loop 39 %. Its 60,220 launches took 1,278 ms: at most 21 µs each. The light step said 27.7. We don't know why.
 #
-# A real step that the host decides tells more. Its *predicted* less its launches' time is what waits add: 8 ms on short texts,
+# A real step that the host decides tells more. Waits add what *predicted* has beyond launches times $c$: 8 ms on short texts,
 # 107 on long ones. So a launch of the short step took (1,047 - 8) ms / 55,647 = 18.7 µs. With 18.7 the long step is predicted 4
 # % too short. Sections 6 to 8 still use 27.7, 1.3 to 1.5 times too much.
 #
-# **Takeaway.** Before you buy a faster card, find out which clock your step goes by.
+# **Takeaway.** Find your step's clock before you buy a card: the replay named all four rightly.
 
 # %% [markdown]
 # ## 5 · Fewer launches
@@ -474,10 +474,10 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step probably fell to a fifth, and to a
-# ninth with *compiled*. A CPU launches nothing: *grouped* can be slower there.
+# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a fifth: kernels decide now. So
+# *captured* adds little, and *compiled* shortens kernels. On a CPU *grouped* can be slower.
 #
-# Each picture shows two milliseconds of a forward pass. Taller marks are too short to be seen, and widened.
+# Each picture shows two milliseconds of a forward pass. The rarest kinds stand taller, drawn wider than they are.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -493,7 +493,7 @@ with lab.attempt("Host and GPU, from traces"):
 
 # %% [markdown]
 # On long texts the dense model's kernels hide its launches. In the expert loop each kernel waits for its launch. Captured, one
-# call launches them all.
+# long call launches them all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -565,9 +565,9 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's step
-# grew half as much as predicted. So its crossing, at 4 µs, is no result. Nor is the dense model's, at 50: its only slowed point
-# is 13 % off.
+# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 a delay of 20 µs added
+# 34 to a light step's launch, and half of that to the expert loop's. So its crossing, at 4 µs, is no result. Nor is the dense
+# model's, at 50: its point is 13 % off.
 #
 # **Takeaway.** A model that fails its test gives no result, however exact its number.
 
@@ -701,9 +701,9 @@ print(f"{a:.0f} + L × ({b:.0f} + E × {e:.1f})")
 print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}")
 
 # %% [markdown]
-# **The prediction.** Kernels reach the share of the dense peak that the smaller sibling's reach. Launches grow by the law, and
-# by half for checkpointing. $c$ and the share of waits are the sibling's. Then section 2's short form. A batch has the
-# article's 32 texts, and 16 on the H100, where the article found that 32 don't fit.
+# **The prediction.** Kernels reach the smaller sibling's share of the dense peak: 29 and 10 %. Launches grow by the law, and by
+# half for checkpointing. $c$ and the share of waits are the sibling's. Then section 2's short form. A batch has the article's
+# 32 texts, and 16 on the H100, where the article found that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -770,10 +770,10 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: 0.29 to 1.86 times the article's. Look at ratios only. With the same host and batch the faster card
-# never loses. But 32 texts take the article's H100 two steps, $2nc$ if the host decides. The Blackwell card takes one,
+# These counts are poor: 0.29 to 1.86 times the article's. Compare ratios: on Qwen3-32B the H100 leads by 2.25, the article's by
+# 2.56. On gpt-oss 32 texts take the article's H100 two steps, $2nc$ if the host decides. The Blackwell card takes one,
 # $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 44 µs padded, 19 at the
-# mean length. Section 4 found 19 to 21: near a tie.
+# mean length. At section 4's 19 to 21 µs the padded H100 wins.
 #
 # **The test.** The article trained with unsloth, whose kernels reach another share of the peak than ours. In a ratio of two
 # cards that cancels only if kernels decide on both. On gpt-oss they don't. Lab 07 trains Qwen3-32B on an H200. How far off is
@@ -798,9 +798,9 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article. The
-# Blackwell card's lead on gpt-oss-120b, 1.43, becomes 1.83 with kernels 1.31 times shorter, and 1.12 at most with launches of
-# 21 µs. The article's 1.3 lies between: no verdict.
+# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article. On
+# gpt-oss-120b at the mean length, Blackwell's lead of 1.43 becomes 1.83 with kernels 1.31 times as fast, 1.12 with launches of
+# 21 µs, 1.43 with both. Padded it never leads: no verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -870,8 +870,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# The article mentions checkpointing for unsloth alone. Without it, QLoRA's batch of 2 would not fit. So QLoRA probably had it.
-# Then batch 4 fits, too: lab 07 measured 50 GB. Whether gpt-oss-120b's 32 texts fit an H100 stays open: 77.8 GB of 85.
+# The article mentions checkpointing for unsloth alone. Without it, a batch of 2 keeps 103 GB of activations: too much. So QLoRA
+# probably had it. Then batch 4 fits, too: lab 07 measured 50 GB. gpt-oss-120b's 32 texts, 77.8 GB, are too near an H100's 85.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -913,7 +913,7 @@ my_ratio = None  # your number
 print(check("08.3", my_ratio))
 
 # %% [markdown]
-# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; place // 4
+# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; index // 4
 # is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
 # `theirs._apply_gate`. `theirs` takes one expert after the other. Use grouped products, twice as fast.
 

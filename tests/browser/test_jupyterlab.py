@@ -205,8 +205,7 @@ def test_the_first_screen(page, desk):
     cut = "names => names.filter(name => name.scrollWidth > name.clientWidth).length"
     assert page.locator(".jp-DirListing-itemText").evaluate_all(cut) == 0, "a name is cut off"
     cells = desk.notebook(Path(labs[0]).stem).cells
-    text = "\n".join(cell.source for cell in cells)
-    sections = re.findall("^## (.+)$", text, re.MULTILINE)
+    sections = re.findall("^## (.+)$", "\n".join(cell.source for cell in cells), re.MULTILINE)
     contents = page.locator(".jp-TableOfContents:visible .jp-tocItem-content")
     expect(contents.last).to_have_text(sections[-1])
     assert contents.count() == 1 + len(sections)

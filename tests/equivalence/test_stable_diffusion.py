@@ -57,9 +57,8 @@ def test_every_scale_has_every_kind_of_layer(scale, full):
 def test_the_unets_arithmetic_is_the_published_one():
     """About 0.40 tera multiply-accumulates a pass at 64x64 latents, hence 0.80 TFLOP; the backward
     pass of frozen weights takes about as much again."""
-    workload = open_workload("sd15-lora", scale="full", device="meta")
     recipe = STOCK.but(cache="latents+text", micro_batch=1, accumulation=1)
-    work = workload.work(recipe)
+    work = open_workload("sd15-lora", scale="full", device="meta").work(recipe)
     assert work.flops == pytest.approx(0.80e12 * 2.13, rel=0.02)
     assert work.bytes == 2 * 2 * (859_520_964 + 797_184)
 

@@ -139,8 +139,7 @@ def test_compiled_checkpoints_keep_far_less_than_the_mlp_gives(base, nothing_com
     loss = workload.loss(model, batch, {})
     kept = torch.cuda.memory_allocated() - before
     language = model.decoder.language
-    config = language.config
-    assert kept < 1.5 * len(language.layers) * 4096 * config.hidden_size * 2
+    assert kept < 1.5 * len(language.layers) * 4096 * language.config.hidden_size * 2
     loss.backward()
 
 

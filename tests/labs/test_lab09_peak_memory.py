@@ -40,8 +40,7 @@ def little():
 )
 def test_the_prediction_is_what_a_record_finds_in_the_step(room, recipe, little):
     """On a CPU both count the same shapes and lifetimes."""
-    workload = little if room == "sd15-lora" else opened(room)
-    run, memory = predicted_and_recorded(workload, recipe)
+    run, memory = predicted_and_recorded(little if room == "sd15-lora" else opened(room), recipe)
     assert abs(run.metric("off")) < 0.01
     assert [name for _, name in memory.phases][-3:] == ["forward", "backward", "update"]
     peaks = [run.metric(f"{phase}_peak_gb") for phase in ("forward", "backward", "update")]

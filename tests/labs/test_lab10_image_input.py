@@ -33,8 +33,7 @@ def test_training_sees_what_the_script_makes_of_the_same_pictures(form, most, wo
 
 def test_each_trainer_reads_its_own_form_in_every_round(workload):
     recipe = Recipe(driver="eager", logging="ring-buffer", micro_batch=1, accumulation=1)
-    files = image_input.pictures(workload, 2, "JPEG")
-    ways = {"plain": (recipe, files, {"format": "JPEG"})}
+    ways = {"plain": (recipe, image_input.pictures(workload, 2, "JPEG"), {"format": "JPEG"})}
     ways["black"] = (recipe, np.zeros_like(pixels(workload)), {"in_memory": True})
     runs = image_input.trained_from(workload, ways, steps=1, rounds=2)
     assert runs["black"].tags["in_memory"] and runs["plain again"].tags["again"]

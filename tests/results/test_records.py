@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from labutils import cli
 from labutils.course import predictions
+from labutils.course.lab import open_lab
 from labutils.results import records
 from labutils.results.records import REFERENCE, Results, Run, Runs, read_file, read_runs, to_frame
 from labutils.results.schema1_migration import tags_of
@@ -89,8 +90,8 @@ def test_a_file_cut_anywhere_keeps_what_was_whole_and_takes_more(content, data):
     complete = whole[:cut].count(b"\n") + (cut > 0 and whole[cut : cut + 1] == b"\n")
     after = Run("04", "after", tags={"experiment": "after"})
     kept.append(after)
-    read = records.read_records(kept.path)
-    assert read == [run.record() for run in (*content[:complete], after)]
+    expected = [run.record() for run in (*content[:complete], after)]
+    assert records.read_records(kept.path) == expected
     newest = read_runs(kept.path)
     assert list(newest) == list(Runs([*content[:complete], after]))
     assert len({(r.lab, json.dumps(r.tags, sort_keys=True)) for r in newest}) == len(newest)
@@ -149,7 +150,7 @@ LINES = [
 """A line of a results file, and the words that say what is wrong with it; "" where nothing is."""
 
 
-@pytest.fixture(params=["report", "handouts", "lab 12"])
+@pytest.fixture(params=["report", "handouts", "a verdict", "lab 12"])
 def reader(request, tmp_path, monkeypatch, capsys):
     """What a reader says of these lines, without drawing a page."""
     (tmp_path / "notebooks").mkdir()
@@ -166,6 +167,10 @@ def reader(request, tmp_path, monkeypatch, capsys):
             known = {"lab": lab, "read": str(tmp_path)}
             exec(cells[2] + cells[3], known)  # all imports, and what is on record
             predictions.scores_of(known["page"].records)
+        elif request.param == "a verdict":
+            told = {"scale": "tiny", "results_dir": str(tmp_path)}
+            lab = open_lab("01", told | {"__annotations__": dict.fromkeys(told, str)})
+            lab.verdict("A1.lora.count")
         else:
             cli.main([request.param, "--results", str(tmp_path)])
         assert (tmp_path / "results.jsonl").read_text() == "\n".join(lines)
@@ -174,7 +179,7 @@ def reader(request, tmp_path, monkeypatch, capsys):
     return says
 
 
-SHOWN = ("to their end: 01", "1 labs, student", "run to its end")
+SHOWN = ("to their end: 01", "1 labs, student", "run to its end", "65,536 | **confirmed**")
 
 
 def test_each_reader_names_each_damage_and_shows_what_is_sound(reader, tmp_path):
@@ -198,7 +203,7 @@ def test_a_later_schema_takes_a_newer_labutils(reader):
     for lines in (later, [*OURS[:-1], later[-1]]):
         said = reader(*lines)
         assert "git pull && make install" in said
-        assert not [word for word in ("--force", *SHOWN) if word in said]
+        assert not [word for word in ("--force", *SHOWN[:3]) if word in said]
 
 
 @pytest.mark.parametrize("tool", ["report", "handouts", "run"])

@@ -82,7 +82,6 @@ class Steps:
         return max(self.now, self.done) / 1e3
 
     def trace_events(self) -> list[dict]:
-        ends = [*self.marks[1:], self.now]
-        spans = enumerate(zip(self.marks, ends, strict=True))
+        spans = enumerate(zip(self.marks, [*self.marks[1:], self.now], strict=True))
         windows = [slice_("user_annotation", f"ProfilerStep#{n}", *span) for n, span in spans]
         return [*windows, *self.events]

@@ -18,6 +18,7 @@ from labutils.tools.diagnose import budget, diagnose, fixes, report, sources, tr
 from labutils.tools.diagnose.evidence import Evidence, Loader, Optimizer
 from labutils.tools.diagnose.step_queue import (
     GRAPH_GAP_MS,
+    PYTHON,
     READ,
     SPREAD,
     TO_DEVICE,
@@ -178,8 +179,7 @@ def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
     loader = {"num_workers": workers, "pin_memory": False}
     facts = {"loader": loader, "fetch_cpu_ms": fetch_cpu_ms, "batch_facts": [batch(bytes=1e5)]}
     evidence = of_steps(three(waiting), 5.0, **facts)
-    fix = fixes.workers(replace(evidence, cores=cores))
-    assert (fix.gain > 0.5) == helps
+    assert (fixes.workers(replace(evidence, cores=cores)).gain > 0.5) == helps
     assert evidence.budget[budget.DATA] == pytest.approx(5.0, rel=0.1)
 
 
@@ -216,8 +216,7 @@ def test_what_is_computed_again():
 
     found = diagnose(of_steps(three(body)))
     assert found.fix("checkpointing").gain == pytest.approx(0.25, abs=0.03)
-    no_room = diagnose(of_steps(three(body), config={"peak_gb": 70.0}))
-    assert no_room.fix("checkpointing") is None
+    assert diagnose(of_steps(three(body), config={"peak_gb": 70.0})).fix("checkpointing") is None
 
 
 @pytest.mark.parametrize(
@@ -462,17 +461,22 @@ def test_compiling_leaves_as_many_kernels_as_were_counted():
     assert 1 - fix.gain == pytest.approx(lasts, rel=0.15)
 
 
+def test_the_loops_own_python_stays_beside_a_wait_for_data():
+    slow = three(lambda s: (s.host(20_000), s.host(60_000, "data"), tiny_kernels(s)))
+    assert fixes.capture(of_steps(slow, 60.0)).gain < 0.06
+
+
 def test_the_models_python_goes_and_the_loops_own_stays():
     kinds = ("elementwise", "elementwise", "GEMM")
     calls = [Piece(kind, 0.001, 0.01) for _ in range(50) for kind in kinds]
     slow = [p.but(host_ms=0.2) if n % 5 == 0 else p for n, p in enumerate(calls)]
-    loop = [calls[0].but(host_ms=20.0), *calls[1:]]
+    loop = [Piece(PYTHON, 0.0, 20.0), *calls]
     evidence = replace(of_steps(three(tuned)), optimizer=None)
     for rule in (fixes.compiling, fixes.capture):
         queues = [Queue((*pieces, Piece("other", 0.001))) for pieces in (calls, slow, loop)]
         afters = [rule(replace(evidence, queue=queue)).after(queue) for queue in queues]
         short, same, own = (after.total("host_ms") for after in afters)
-        assert same == pytest.approx(short) and 18 < own < 21
+        assert same == pytest.approx(short) and 18 < own < 22
 
 
 @settings(max_examples=60, deadline=None)

@@ -68,6 +68,12 @@ def test_a_trainer_script_that_pads_to_the_longest_there_can_be():
     assert 0.5 < found.evidence.padding < 0.9
 
 
+def test_steps_that_differ_are_said(tmp_path):
+    text = f"import time\n{STEPS}\nfor n in range(60):\n    step()\n    time.sleep(0.1 * (n > 9))"
+    found = diagnosed(*script(tmp_path, text), stages=Stages(2, 6, 3))
+    assert "no prediction holds" in found.evidence.notes[0]
+
+
 # ---------------------------------------------------------------------------------- any way in
 
 MANY = str(SCRIPTS / "many_ways.py")
@@ -152,8 +158,8 @@ def test_watching_changes_nothing_that_the_script_does(tmp_path):
         ends.append(subprocess.run(words, cwd=folder, **given))
         files.append({path.name: path.read_bytes() for path in folder.iterdir()})
     alone, watched = ends
-    *printed, diagnosis = watched.stdout.splitlines()
-    assert printed == alone.stdout.splitlines() and len(printed) == 50
+    *printed, empty, diagnosis = watched.stdout.splitlines()
+    assert not empty and printed == alone.stdout.splitlines() and len(printed) == 50
     found = json.loads(diagnosis)
     assert sum(found["budget_ms"].values()) == pytest.approx(found["step_ms"]) and found["fixes"]
     *told, end = watched.stderr.splitlines()

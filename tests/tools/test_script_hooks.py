@@ -69,8 +69,7 @@ def test_what_a_library_writes_is_one_call_with_its_waits_and_without_what_it_re
     code = "def log(value):\n    time.sleep(0.02)\n    return value.item()\n"
     library = {"time": time}
     exec(compile(code, "/x/site-packages/wandb/sdk.py", "exec"), library)
-    value = torch.ones(())
-    found = seen(lambda: library["log"](value))
+    found = seen(lambda: library["log"](torch.ones(())))
     assert [kind for kind, _, _ in found] == ["read", "write"]
     ((times, ms),) = [row for (kind, _, _), row in found.items() if kind == "write"]
     assert times == 1 and ms > 15

@@ -50,8 +50,7 @@ class Diagnosis:
 
 def diagnose(evidence: Evidence, only: Collection[str] = RULES) -> Diagnosis:
     """The fixes of the rules named in `only`, the one that saves most first."""
-    fixes = [fix for name in only if (fix := RULES[name](evidence)) is not None]
-    fixes.sort(key=lambda fix: -fix.gain)
+    fixes = sorted(filter(None, (RULES[n](evidence) for n in only)), key=lambda fix: -fix.gain)
     return Diagnosis(evidence, tuple(fixes), together(evidence, fixes, WORTH))
 
 

@@ -21,8 +21,7 @@ def of_gpu(
     own time."""
     shares = trace.partition(step_ms, data_ms)
     kinds = kinds_of(queue)
-    busy = shares["kernels"] / (sum(kinds.values()) or 1.0)
-    log = min(log_ms, shares["host"])
+    busy, log = shares["kernels"] / (sum(kinds.values()) or 1.0), min(log_ms, shares["host"])
     parts = {name: busy * ms for name, ms in kinds.items()}
     parts |= {DATA: shares["data"], COPIES: shares["copies"], SYNC: shares["sync"]}
     parts |= {LAUNCH: shares["launch"], LOG: log, HOST: shares["host"] - log}

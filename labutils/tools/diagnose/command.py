@@ -39,10 +39,8 @@ def main(options: Namespace) -> int:
     if options.try_fixes and not exit_code:
         diagnosis = replace(diagnosis, tries=trial.tries(diagnosis, command, stages))
     try:
-        if options.json:
-            print(json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False), flush=True)
-        else:
-            print("", report.text(diagnosis), sep="\n", flush=True)
+        record = json.dumps(report.record(diagnosis, exit_code), ensure_ascii=False)
+        print("", record if options.json else report.text(diagnosis), sep="\n", flush=True)
     finally:  # whoever no longer reads wants the page; a full disk comes after the words
         if page is not None:
             page.write_text(report.page(diagnosis), encoding="utf-8")

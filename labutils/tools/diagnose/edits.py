@@ -32,9 +32,8 @@ def edits(fix: Fix, files: Sequence[str]) -> list[Edit]:
             tree = ast.parse(Path(file).read_text("utf-8"))
         except (OSError, ValueError, SyntaxError, RecursionError):
             continue
-        here = [
-            p.rpartition(":")[2] for p in fix.sources if Path(p).name.startswith(Path(file).name)
-        ]
+        mine = Path(file).name
+        here = [p.rpartition(":")[2] for p in fix.sources if Path(p).name.startswith(mine)]
         named = {int(line) for line in here if line.isdecimal()}
         rows = [*_calls(fix, tree, named)] or [*_statements(fix, tree, named)]
         found += [Edit(f"{file}:{line}", was, now) for line, was, now in rows]

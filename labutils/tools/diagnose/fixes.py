@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from labutils.tools.diagnose.evidence import Evidence, Line
-from labutils.tools.diagnose.step_queue import COPY, GRAPH_GAP_MS, READ, TO_DEVICE, Piece, Queue
+from labutils.tools.diagnose.step_queue import GRAPH_GAP_MS, PYTHON, READ, TO_DEVICE, Piece, Queue
 
 Change = Callable[[Queue], Queue]
 
@@ -66,13 +66,12 @@ def together(e: Evidence, fixes: Sequence[Fix], worth: float) -> Fix | None:
 
     They are put in place in the order of `RULES`: what is captured, or fed, is the mended step.
     """
-    order = list(RULES)
     chosen: list[Fix] = []
     best, left = 0.0, [fix for fix in fixes if fix.per == "step" and fix.gain >= worth][:5]
     while left and len(chosen) < MOST_TOGETHER:
         tried = []
         for fix in left:
-            ordered = sorted([*chosen, fix], key=lambda f: order.index(f.name))
+            ordered = sorted([*chosen, fix], key=lambda f: [*RULES].index(f.name))
             queue = functools.reduce(lambda queue, one: one.after(queue), ordered, e.queue)
             tried.append((e.queue.gain(queue), fix))
         gain, fix = max(tried, key=lambda row: row[0])
@@ -151,12 +150,11 @@ on an H200's host 55 against 25 GB/s."""
 
 def pinning(e: Evidence) -> Fix | None:
     """Page-locked batches and copies that don't wait: the host runs on, and copies get shorter."""
-    mine = lambda p: p.kind == COPY and p.waits == TO_DEVICE  # noqa: E731
-    waiting = sum(map(mine, e.queue.pieces))
+    waiting = sum(p.waits == TO_DEVICE for p in e.queue.pieces)
     if not e.on_gpu or not waiting:
         return None
     shorter = 1.0 if e.loader and e.loader.pin_memory else PINNED
-    pinned = _each(lambda p: p.but(waits="", ms=shorter * p.ms) if mine(p) else p)
+    pinned = _each(lambda p: p.but(waits="", ms=shorter * p.ms) if p.waits == TO_DEVICE else p)
     lines = (line for line in e.reads if line.what in TO_LINES)
     return _fix(e, "pinning", pinned, lines, count=waiting / e.queue.steps)
 
@@ -187,15 +185,12 @@ def logging(e: Evidence) -> Fix | None:
     without = _each(lambda p: p.but(log_ms=0.0, waits="" if p.phase == "log" else p.waits))
     lines = [line for line in e.writes if line.ms > 0.02 * e.log_ms]
     what = ", ".join(dict.fromkeys(line.what for line in lines[:3]))
-    words = f" ({what})" if what else ""
-    return _fix(e, "logging", without, lines, log_ms=e.log_ms, what=words)
+    return _fix(e, "logging", without, lines, log_ms=e.log_ms, what=what and f" ({what})")
 
 
 # --------------------------------------------------------------------------------------- launching
 
-GRAPH_LAUNCH_MS, PYTHON_MS = 0.05, 1.0
-"""What launching a graph takes; and how long Python between two operations is taken for the
-model's, at most. Whatever is longer is the loop's, and no compiler or graph takes it away."""
+GRAPH_LAUNCH_MS = 0.05
 HOST_DECIDES = 1.05
 FEW_LAUNCHES = 20
 OUTSIDE = ("data", "to_device", "log")
@@ -224,15 +219,10 @@ def captured(pieces: Sequence[Piece]) -> list[Piece]:
     for stretch in _stretches(pieces, lambda last, p: bool(last.waits or p.data_ms or p.log_ms)):
         first = stretch[0]
         ms = sum(piece.ms + min(piece.gap_ms, GRAPH_GAP_MS) for piece in stretch)
-        host = GRAPH_LAUNCH_MS + sum(_loops_own(piece.host_ms) for piece in stretch)
+        host = GRAPH_LAUNCH_MS + sum(piece.host_ms for piece in stretch if piece.kind == PYTHON)
         start = (first.phase, stretch[-1].waits, first.data_ms, first.log_ms)
         graphs.append(Piece("other", ms, host, 0.0, *start))
     return graphs
-
-
-def _loops_own(host_ms: float) -> float:
-    """What of the time before an operation is the loop's own."""
-    return max(0.0, host_ms - PYTHON_MS)
 
 
 def _stretches(pieces: Sequence[Piece], apart: Callable[[Piece, Piece], bool]) -> list[list[Piece]]:
@@ -257,19 +247,14 @@ def compiling(e: Evidence) -> Fix | None:
 
     def after(queue: Queue) -> Queue:
         pieces, call = merged(queue.pieces), queue.calling_ms
-        entering = ENTERING * call * tensors * queue.steps / max(1, sum(map(_in_model, pieces)))
-        quick = lambda ms: max(min(ms, call), _loops_own(ms)) + entering  # noqa: E731
-        return queue.having(p.but(host_ms=quick(p.host_ms)) if _in_model(p) else p for p in pieces)
+        more = ENTERING * call * tensors * queue.steps / max(1, sum(p.in_model for p in pieces))
+        each = (p.but(host_ms=min(p.host_ms, call) + more) if p.in_model else p for p in pieces)
+        return queue.having(each)
 
     before, left = (len(queue.pieces) / e.queue.steps for queue in (e.queue, after(e.queue)))
     if left > 0.95 * before or (e.on_gpu and before < FEW_LAUNCHES):
         return None
     return _fix(e, "compile", after, before=before, merged=before - left)
-
-
-def _in_model(piece: Piece) -> bool:
-    """Whether a piece belongs to the passes through the model that is trained."""
-    return piece.kind != COPY and piece.phase not in (*OUTSIDE, *UPDATE, "encode")
 
 
 def merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -287,7 +272,7 @@ def merged(pieces: Sequence[Piece]) -> list[Piece]:
 def _merge(last: Piece, piece: Piece) -> bool:
     """Whether a compiler makes one kernel of two neighbours."""
     alike = last.phase == piece.phase and {last.kind, piece.kind} <= set(MERGED)
-    return alike and not (last.waits or piece.data_ms or piece.log_ms) and _in_model(piece)
+    return alike and not (last.waits or piece.data_ms or piece.log_ms) and piece.in_model
 
 
 def _kernels(run: list[Piece]) -> list[Piece]:
@@ -426,7 +411,7 @@ def _in_format(e: Evidence, piece: Piece, dtype: str) -> Piece:
     own, product = format_of(e, piece), piece.product
     autocast = dtype in HALVES and not e.held_in_format
     if own not in ("fp32", "tf32"):
-        within = dtype in HALVES and piece.kind != COPY and piece.phase not in (*UPDATE, "encode")
+        within = dtype in HALVES and piece.in_model
         if autocast:
             within = within and e.on_gpu and piece.kind == "elementwise"
         return piece.scaled(AUTOCAST_MOVES if autocast else 0.5) if within else piece
@@ -518,8 +503,9 @@ def checkpointing(e: Evidence) -> Fix | None:
     """The backward pass without computing the forward pass again."""
     peak, whole = e.memory_gb or (0.0, 1.0)
     parts = ("ms", "host_ms") if e.queue.takes_turns else ("ms",)
-    forward = sum(e.queue.total(part, "", "forward") for part in parts)
-    backward = sum(e.queue.total(part, "backward") for part in parts)
+    model = e.queue.having(piece for piece in e.queue.pieces if piece.in_model)
+    forward = sum(model.total(part, "", "forward") for part in parts)
+    backward = sum(model.total(part, "backward") for part in parts)
     if e.recomputed < 0.05 or peak > ROOM * whole or backward <= 0:
         return None
     left = max(0.2, 1 - e.recomputed * forward / backward)

@@ -84,8 +84,8 @@ def watch(
     """
     stages = stages or Stages()
     with working_folder() as folder:
-        settings = vars(stages) | {"folder": folder, "keep_going": keep_going}
-        exit_code = run_with_hooks(command, settings)
+        more = {"folder": folder, "keep_going": keep_going}
+        exit_code = run_with_hooks(command, vars(stages) | more)
         for record in hook_files(folder, "record"):
             trace = record.with_name(record.name.replace("record", "trace"))
             if trace.exists():
@@ -196,8 +196,7 @@ def _why(
         # A launcher's own error comes before that of what it launched.
         said = ["What it said of itself is above.", *errors][-1].replace(f"{Path.cwd()}/", "")
         if str(RUN_NOTEBOOK) in _words(command):
-            notebook = next(word for word in command if word.endswith(".ipynb"))
-            command = ["jupyter", "execute", notebook]
+            command = ["jupyter", "execute", next(w for w in command if w.endswith(".ipynb"))]
         return (
             f"The script failed: it {ended} before its steps were profiled. {said} "
             f"Cure that first, by running it alone: {shlex.join(command)}"

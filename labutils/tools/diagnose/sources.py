@@ -60,7 +60,7 @@ def of_record(record: Mapping[str, Any], trace: Trace) -> Evidence:
         recomputed=recomputed(trace),
         memory_gb=(config["peak_gb"], config["memory_gb"]) if "peak_gb" in config else None,
         config=config,
-        notes=_notes(record),
+        notes=_notes(record, (trace.wall_ms / trace.steps - fetched_ms + data_ms) / step_ms),
         timeline=trace.timeline(),
         files=tuple({short(row["place"]).rpartition(":")[0] for row in record["calls"]}),
     )
@@ -109,9 +109,13 @@ def _loader(record: Mapping[str, Any]) -> Loader | None:
     )
 
 
-def _notes(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """What is odd about the script, or not known of it."""
+def _notes(record: Mapping[str, Any], longer: float) -> tuple[str, ...]:
+    """What is odd about the script, or not known of it. longer: profiled steps against timed ones;
+    the profiler itself made them up to three times as long."""
     config, notes = record["config"], []
+    if not 0.5 < longer < 5:
+        notes += [f"Profiled steps took {longer:.1f} times as long as timed ones. If steps differ, "
+                  "no prediction holds: choose others (--warmup, --steps)."]  # fmt: skip
     if config.get("cuda_available") and record["device"] == "cpu":
         notes += ["There is a GPU here, and the script trains on the CPU: move model and batches."]
     if config.get("launch_blocking"):

@@ -23,7 +23,8 @@ from labutils.profiling.products import Product
 
 READ, TO_DEVICE = "read", "to device"
 """Why the host waits for the device: to read something, or with a copy to the device."""
-COPY = "copy"
+COPY, PYTHON = "copy", "python"
+ELSEWHERE = ("data", "to_device", "log", "encode", "optimizer", "clip")
 GRAPH_GAP_MS = 0.00025
 """Between two kernels of a CUDA graph: the graph of lab 04's step lasts 136.0 ms for 132.1 ms in
 16,898 kernels."""
@@ -32,8 +33,8 @@ GRAPH_GAP_MS = 0.00025
 @dataclass(frozen=True)
 class Piece:
     """One piece of work: its `kind` (`profiling.kernel_categories`; "copy" for what crosses to the
-    device), `ms` of the device, `gap_ms` from the piece before to it, and the host's part in it, in
-    milliseconds.
+    device, "python" for what the loop does besides, which no change to the model takes away), `ms`
+    of the device, `gap_ms` from the piece before to it, and the host's part in it, in milliseconds.
 
     `product` where it is known to be one; `fill`: how much of the GPU it fills (1 and more: all of
     it); `dtype`: what an attention or convolution computes in, where it is known; `masks`: whether
@@ -52,6 +53,11 @@ class Piece:
     dtype: str = ""
     fill: float = 1.0
     masks: bool = False
+
+    @property
+    def in_model(self) -> bool:
+        """Whether it belongs to the passes through the model that is trained."""
+        return self.kind not in (COPY, PYTHON) and self.phase not in ELSEWHERE
 
     def but(self, **changes: Any) -> Piece:
         return replace(self, **changes)
@@ -124,8 +130,7 @@ class Queue:
     def calling_ms(self) -> float:
         """What the host takes to give one piece of the model's work: the median, as Python in
         between isn't calling."""
-        given = [p.host_ms for p in self.pieces if p.phase not in ("optimizer", "clip")]
-        return median([ms for ms in given if ms] or [0.0])
+        return median([p.host_ms for p in self.pieces if p.in_model and p.host_ms] or [0.0])
 
     def gain(self, after: Queue) -> float:
         """The share of a step that is saved by `after`, from 0 to 1; 0 where it lasts longer."""

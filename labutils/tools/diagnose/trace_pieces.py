@@ -11,7 +11,7 @@ from dataclasses import replace
 from labutils.profiling.intervals import Lookup, total, union
 from labutils.profiling.products import dtype_of, masks_queries, operators_at, product_of
 from labutils.profiling.trace import Trace, Wait
-from labutils.tools.diagnose.step_queue import GRAPH_GAP_MS, READ, TO_DEVICE, Piece, Queue
+from labutils.tools.diagnose.step_queue import GRAPH_GAP_MS, PYTHON, READ, TO_DEVICE, Piece, Queue
 
 CALLING_MS = 0.002
 """What of an operator's time on a CPU is the calling of it: an addition of one number takes 0.6 us
@@ -19,6 +19,9 @@ as it is, and 2 to 3 under the profiler."""
 MOST_CALLING_MS = 0.03
 """What calling one operator takes at most, Python around it included. More than that is something
 else, such as the system handing out memory, and no fewer calls would save it."""
+PYTHON_MS = 1.0
+"""A stretch of the host's time outside of marked phases is the loop's own from twice this on, and
+up to this the model's. In between it is taken for a mixture of both."""
 KERNEL_GAP_MS = 0.0015
 """From one kernel to the next, both launched long before: steps of 4,691 and 1,994 kernels lasted
 7.5 and 3.0 ms longer than these, on an H100."""
@@ -40,39 +43,43 @@ def _gpu_pieces(trace: Trace) -> Iterator[Piece]:
     host_end = trace.step_windows[-1][1]
     waiting = [(wait.start, wait.end) for wait in trace.waits]
     not_own = Lookup(union(waiting + trace.phase_time.get("data", [])))
-    last = trace.wall[0]
+    marks = [time for at, time in trace.phase_time.items() if at not in ("log", "to_device")]
+    marked, last = Lookup(union(sum(marks, waiting))), trace.wall[0]
     for (call, work, wait), operator in zip(launched, operators, strict=True):
-        host_ms, last = _own_ms(last, call.end, not_own), max(last, call.end)
+        if loops_ms := _loops_own_ms(last, call.start, marked):
+            yield Piece(PYTHON, 0.0, host_ms=loops_ms)
+        host_ms, last = _own_ms(last, call.end, not_own) - loops_ms, max(last, call.end)
         # There are several kernels of a graph, or of one product in parts.
         for number, (kernel, kind, ms) in enumerate(work, 1):
-            alone = kind in PRODUCTS and len(work) == 1
             # What isn't known to fill a part of the GPU fills all of it.
             fill = (kernel.blocks or 0.0) / BLOCKS_AT_ONCE.get(kind, OTHER_BLOCKS) or 1.0
             own_ms, gap_ms = (host_ms, KERNEL_GAP_MS) if number == 1 else (0.0, GRAPH_GAP_MS)
             waits = _reason(wait, kernel.name) if wait and number == len(work) else ""
             dtype = "tf32" if _TF32.search(kernel.name) else dtype_of(operator)
-            product = product_of(operator) if alone else None
+            product = product_of(operator) if kind in PRODUCTS and len(work) == 1 else None
             sizes = {"product": product, "dtype": dtype, "masks": masks_queries(operator)}
             phase = trace.phase_at(call.start)
             yield Piece(kind, ms, own_ms, gap_ms, phase, waits, fill=fill, **sizes)
-    yield Piece("other", 0.0, host_ms=_own_ms(last, host_end, not_own))
+    yield Piece(PYTHON, 0.0, host_ms=_own_ms(last, host_end, not_own))
 
 
 def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
-    """A piece for each operator that computes something. The host's own time of a phase (Python,
-    views, calling) is shared out evenly among its pieces, up to what calling can take.
+    """A piece for each operator that computes something. But for the loop's own Python, the host's
+    time of a phase (views, calling) is shared out evenly among its pieces, up to what calling
+    can take.
     """
     launched = [(op, work[0], trace.phase_at(op.start)) for op, work, _ in trace.launched()]
     launched = [row for row in launched if row[2] != "data"]
     operators = operators_at(trace, [operator.start for operator, _, _ in launched])
-    pieces = []
-    for (_, (_, kind, own_ms), phase), operator in zip(launched, operators, strict=True):
+    pieces, last, loops_ms = [], trace.wall[0], 0.0
+    marked = Lookup(union(sum(trace.phase_time.values(), [])))
+    for (op, (_, kind, own_ms), phase), operator in zip(launched, operators, strict=True):
+        loops_ms, last = loops_ms + _loops_own_ms(last, op.start, marked), max(last, op.end)
         sizes = {"product": product_of(operator), "dtype": dtype_of(operator)}
         sizes["masks"] = masks_queries(operator)
         pieces.append(Piece(kind, max(0.0, own_ms - CALLING_MS), phase=phase, **sizes))
-    left: Counter[str] = Counter()
-    for phase, row in trace.host_breakdown().items():
-        left["" if phase == "unmarked" else phase] += row["ms"] * trace.steps
+    left = Counter({at: row["ms"] * trace.steps for at, row in trace.host_breakdown().items()})
+    left[""] += left.pop("unmarked", 0.0) - loops_ms
     del left["data"]
     for piece in pieces:
         left[piece.phase] -= piece.ms
@@ -81,8 +88,8 @@ def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
         even_ms = max(0.0, left[piece.phase]) / count[piece.phase]
         yield replace(piece, host_ms=min(MOST_CALLING_MS, even_ms))
     for phase, ms in left.items():
-        beyond_ms = max(0.0, ms - count[phase] * MOST_CALLING_MS)
-        yield Piece("other", 0.0, host_ms=beyond_ms, phase=phase)
+        yield Piece(PYTHON, 0.0, max(0.0, ms - count[phase] * MOST_CALLING_MS), phase=phase)
+    yield from [Piece(PYTHON, 0.0, host_ms=loops_ms / trace.steps)] * trace.steps
 
 
 def queue_of(trace: Trace, data_ms: float = 0.0, log_ms: float = 0.0) -> Queue:
@@ -108,6 +115,12 @@ def queue_of(trace: Trace, data_ms: float = 0.0, log_ms: float = 0.0) -> Queue:
 def _own_ms(start: float, end: float, not_own: Lookup) -> float:
     """The host's own time in between; 0 where it ends before it starts."""
     return end - start - total(not_own.within((start, end))) if end > start else 0.0
+
+
+def _loops_own_ms(start: float, end: float, marked: Lookup) -> float:
+    """What of the host's time in between is the loop's own."""
+    ms = _own_ms(start, end, marked)
+    return max(0.0, min(ms, 2 * (ms - PYTHON_MS)))
 
 
 def _reason(wait: Wait, work: str) -> str:

@@ -175,8 +175,7 @@ class Watch:
             self.marks, self.counts = [], []
         if self.leader() is None:
             self.leader = weakref.ref(optimizer)
-            groups = optimizer.param_groups
-            self.on_gpu = any(p.is_cuda for group in groups for p in group["params"])
+            self.on_gpu = any(p.is_cuda for g in optimizer.param_groups for p in g["params"])
             self.note.write(steps=1, on_gpu=self.on_gpu)
             if not self.on_gpu:
                 self.plan[Stage.FROM_IDLE] = 0
