@@ -3,21 +3,19 @@
     for step in study(texts["moe"], "moe", "grouped", steps=8):
         step.run.metrics["predicted_ms"], step.run.metric("step_ms")
 
-One trainer serves several batches: four texts of the dataset's mean length, and four short ones.
+One trainer serves two batches: four texts of the dataset's mean length, and four short ones.
 Batches are fixed, as a step's time is predicted from a trace of the same work. The host's time a
-launch comes from a light step: the same program on a thin model and one text of a few tokens. A
-host's speed changes, so the light step is read right before and right after the step that it
-predicts, and the prediction takes the host halfway between.
+launch comes from the step on short texts, which the host decides. A host's speed changes, so that
+step is read right before and right after the one that it predicts, and the prediction takes the
+host halfway between.
 
 Nothing is timed before the profiler has run. After its first trace CUPTI stays attached to the
-process and slows launches (https://github.com/pytorch/pytorch/issues/144455): a light step read
-before that and a step timed after it have two hosts.
+process and slows launches (https://github.com/pytorch/pytorch/issues/144455): a step read before
+that and a step timed after it have two hosts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import gc
 import math
 import statistics
@@ -44,8 +42,8 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-LIGHT_STEPS, LIGHT_MS = 3, 200
-"""A reading of the light step has at least so many steps, and lasts at least so long."""
+FEW_STEPS, READING_MS = 3, 200
+"""A reading of the host has at least so many steps, and lasts at least so long."""
 SLOWED_STEPS = 2
 SHOWN_FROM, SHOWN_MS = 0.3, 2.0
 """Of a traced step so many milliseconds are shown, from this part of it on: its forward pass."""
@@ -68,39 +66,24 @@ def variants(family: str) -> dict[str, Recipe]:
     return {"expert loop": loop, "grouped": grouped, "captured": captured, "compiled": compiled}
 
 
-def tags_of(family: str, way: str, kind: str = "long") -> dict[str, Any]:
-    """The tags of a way's step on such texts; the library's loop is no variant."""
-    tags = {"experiment": "steps", "model": family, "texts": kind}
+def tags_of(family: str, way: str) -> dict[str, Any]:
+    """The tags of a way's step on long texts; the library's loop is no variant."""
+    tags = {"experiment": "steps", "model": family, "texts": "long"}
     return tags if way == next(iter(variants(family))) else tags | {"variant": way}
 
 
-def batch_of(workload: Workload, recipe: Recipe, shortest: bool = False) -> Batch:
-    """The micro-batch of the longest `TEXTS` examples that are not longer than the mean, or of the
-    shortest example alone. A packed row is as long as they are."""
+def batch_of(workload: Workload, recipe: Recipe) -> Batch:
+    """The micro-batch of the longest `TEXTS` examples that are not longer than the mean. A packed
+    row is as long as they are."""
     lengths = [example.tokens for example in workload.example_sizes(recipe)]
     order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
     mean = statistics.mean(lengths)
-    typical = [place for place in order if lengths[place] <= mean][:TEXTS]
-    chosen, collate = order[-1:] if shortest else typical, workload.collate(recipe)
+    chosen = [place for place in order if lengths[place] <= mean][:TEXTS]
+    collate = workload.collate(recipe)
     if collate.layout.packs:
         collate.layout = replace(collate.layout, budget=sum(lengths[place] for place in chosen))
     examples = workload.dataset(None, recipe)
     return collate([examples[place] for place in chosen])
-
-
-def thin(workload: Workload) -> Workload:
-    """The workload with a model of as many layers and experts, whose kernels take little, and with
-    texts in its words: matrices are an eighth as wide, but no narrower than tiny's 64.
-
-    A short text isn't enough: its few tokens reach nearly all of gpt-oss-20b's experts, and reading
-    their 38 GB twice takes a GPU longer than most hosts take to launch it all.
-    """
-    size, other = workload.size, copy.copy(workload)
-    widths = {name: max(64, getattr(size, name) // 8) for name in ("width", "inner")}
-    few = {"words": min(size.words, 1024), "texts": min(size.texts, 32)}
-    other.sizes = workload.sizes | {workload.scale: replace(size, **widths, **few)}
-    other.weights, other.data = "random", "generated"
-    return other
 
 
 # ----------------------------------------------------------------------------- predict and measure
@@ -129,50 +112,50 @@ class PredictedStep:
         return replayed_ms(self.program.on(there, here, dtype, intensity, empty_ms), self.host)
 
 
-class LightStep:
-    """A step of a thin model on its shortest text: it tells what a launch takes the host."""
+class HostStep:
+    """A step that the host decides: the same model on short texts. It tells what a launch takes the
+    host."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.step = OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe, shortest=True))
-        some_ms = statistics.median(self.step.timed(LIGHT_STEPS, warmup=2))
-        self.repeats = max(LIGHT_STEPS, math.ceil(LIGHT_MS / some_ms))
-        trace = self.step.traced()
+    def __init__(self, step: OnOneBatch) -> None:
+        self.step = step
+        some_ms = statistics.median(step.timed(FEW_STEPS, warmup=2))
+        self.repeats = max(FEW_STEPS, math.ceil(READING_MS / some_ms))
+        trace = step.traced()
         self.program, self.phases = Program.of(trace), trace.host_breakdown()
 
     def read(self) -> Host:
         """What a launch takes now, by the median of a few steps, after one to come back to it.
-        Raises `ValueError` where its kernels take too long to be light."""
+        What the shortest call takes where the GPU decides even this step."""
         step_ms = statistics.median(self.step.timed(self.repeats, warmup=1))
-        return step_model.host_of(self.program, self.phases, step_ms)
+        return step_model.host_of(self.program, self.phases, step_ms) or shortest_call()
+
+
+def shortest_call() -> Host:
+    """A host that takes for each launch what the shortest call takes."""
+    return Host(probe_machine("launch_us").median("launch_us") / 1e3)
 
 
 def study(
     texts: Mapping[str, Workload], family: str, way: str, steps: int, delays: Sequence[float] = ()
 ) -> list[PredictedStep]:
-    """Build one trainer, predict and measure its steps on typical texts of each of `texts`.
+    """Build one trainer, and predict and measure its step on typical "long" texts of `texts`. The
+    "short" ones tell what a launch takes the host.
 
-    The first of `texts` ("long", ...) builds the model; the others lend their texts. With `delays`
-    (microseconds) its step is measured beside slower hosts as well, and after them once more as it
-    was: what that differs by is noise. A captured step has one size, so only the first texts, and
-    no light step: the host takes what the shortest call takes. Raises `Unavailable` for a captured
-    step without a GPU.
+    With `delays` (microseconds) the step is measured beside slower hosts as well, and after them
+    once more as it was: what that differs by is noise. A captured step has one size: there the host
+    takes what the shortest call takes. Raises `Unavailable` for a captured step without a GPU.
     """
-    first, recipe = next(iter(texts)), variants(family)[way]
-    with contextlib.ExitStack() as opened:
-        trainer = opened.enter_context(Trainer(texts[first], recipe))
+    recipe = variants(family)[way]
+    with Trainer(texts["long"], recipe) as trainer:
         if recipe.driver != trainer.recipe.driver:
             raise Unavailable("CUDA graphs need an NVIDIA GPU")
-        if recipe.driver == "graph":
-            shortest = Host(probe_machine("launch_us").median("launch_us") / 1e3)
-            kinds, read = [first], lambda: shortest
-        else:
-            kinds = list(texts)[::-1]  # the first last, as slower hosts come right after it
-            read = LightStep(opened.enter_context(Trainer(thin(texts[first]), recipe))).read
-        found = []
-        for kind in kinds:
-            step = OnOneBatch(trainer, batch_of(texts[kind], trainer.recipe))
-            found.insert(0, predict_and_measure(tags_of(family, way, kind), step, read, steps))
-        plain = found[0]
+        read = shortest_call
+        if recipe.driver != "graph":
+            short = OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe))
+            read = HostStep(short).read
+        step = OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
+        plain = predict_and_measure(tags_of(family, way), step, read, steps)
+        found = [plain]
         for delay in delays:
             tags = plain.run.tags | {"delay_us": float(delay)}
             with SlowerHost(delay):

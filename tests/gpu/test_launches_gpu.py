@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from labutils.labs import lab08_launch_bound
-from labutils.labs.lab08_launch_bound import LightStep, variants
+from labutils.labs.lab08_launch_bound import HostStep, batch_of, variants
 from labutils.profiling import cuda
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import LIGHT, Host, Program, replayed_ms
@@ -33,8 +33,14 @@ def moe():
     make_room(opened)
 
 
+@pytest.fixture(scope="module")
+def short():
+    names = {"dense": "qwen3-lora-short", "moe": "gpt-oss-lora-short"}
+    return {model: open_workload(name, "small", device="cuda") for model, name in names.items()}
+
+
 def on_typical_texts(trainer):
-    return OnOneBatch(trainer, lab08_launch_bound.batch_of(trainer.workload, trainer.recipe))
+    return OnOneBatch(trainer, batch_of(trainer.workload, trainer.recipe))
 
 
 def test_the_queue_holds_every_kernel_of_the_trace(moe):
@@ -63,19 +69,18 @@ def test_a_captured_step_is_a_handful_of_launches(moe):
     assert replayed_ms(program, Host(0.005)) == pytest.approx(plain, rel=0.5)
 
 
-def test_a_light_step_is_the_hosts(dense):
-    with Trainer(lab08_launch_bound.thin(dense), variants("dense")["loop"]) as trainer:
-        light = LightStep(trainer)
-        host = light.read()
-        step_ms = min(light.step.timed(5))
-    assert light.program.kernel_ms < LIGHT * step_ms
-    assert 1e-3 < host.mean_ms(light.program) < 0.2
-    assert replayed_ms(light.program, host) == pytest.approx(step_ms, rel=0.3)
+def test_short_texts_tell_what_a_launch_takes(dense, short):
+    with Trainer(dense, variants("dense")["loop"]) as trainer:
+        told = HostStep(OnOneBatch(trainer, batch_of(short["dense"], trainer.recipe)))
+        host, step_ms = told.read(), min(told.step.timed(5))
+    assert told.program.kernel_ms < LIGHT * step_ms
+    assert 1e-3 < host.mean_ms(told.program) < 0.2
+    assert replayed_ms(told.program, host) == pytest.approx(step_ms, rel=0.3)
 
 
 @pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("moe", "grouped")])
-def test_steps_are_predicted(family, way, dense, moe):
-    texts = {"long": {"dense": dense, "moe": moe}[family]}
+def test_steps_are_predicted(family, way, dense, moe, short):
+    texts = {"long": {"dense": dense, "moe": moe}[family], "short": short[family]}
     (step,) = lab08_launch_bound.study(texts, family, way, steps=8)
     metrics = step.run.metrics
     assert abs(metrics["off_by_percent"]) < 35
@@ -83,10 +88,9 @@ def test_steps_are_predicted(family, way, dense, moe):
     assert metrics["predicted_ms"] >= 0.99 * max(metrics["kernels_ms"], 1e-3)
 
 
-def test_a_slower_host_slows_a_step_that_it_decides(dense):
+def test_a_slower_host_slows_a_step_that_it_decides(dense, short):
     with Trainer(dense, variants("dense")["loop"]) as trainer:
-        shortest = lab08_launch_bound.batch_of(dense, trainer.recipe, shortest=True)
-        there = OnOneBatch(trainer, shortest)
+        there = OnOneBatch(trainer, batch_of(short["dense"], trainer.recipe))
         there.timed(0, warmup=2)
         with SlowerHost() as host:
             quick = min(there.timed(4))
