@@ -23,7 +23,7 @@
 # looked inside and found the H100 idle. Its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You have one card, or none. So you write a model of ten lines that predicts a step. You test it on steps that it has not seen.
-# On our H200 it misses three of four. Then you ask it about other cards, and see which answers survive.
+# On our H200 it came within 7 % of both models. Then you ask it about other cards, and see which answers survive.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -285,7 +285,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** On the H200 an operation takes the host 5 µs as `x.neg_()`, up to eight times that with modules, autograd and
+# **Takeaway.** On the H200 an operation takes the host 6 µs as `x.neg_()`, up to ten times that with modules, autograd and
 # adapters.
 
 # %% [markdown]
@@ -295,8 +295,6 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
 # step that the host decides. Here that is a thin network, and then a wider one is predicted. On a CPU $c$ means nothing.
-#
-#
 
 # %%
 def queue_of(profiler):
@@ -395,16 +393,15 @@ print(f"{len(beyond)} of {len(loops)} predictions are off by more than their err
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Where *kernels* decide, the prediction is hardly more than their sum: 8 % too short on the H200.
+# Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200.
 #
-# Where the *host* decides, one prediction holds: dense on short texts. The small network came out 19 % too long, the expert
-# loop 39 %. Its 60,220 launches took 1,278 ms: at most 21 µs each. The light step said 27.7. We don't know why.
+# The expert loop goes by the *host*. Its 59,148 launches of 23.4 µs take 1,386 ms, and waits add 124. That is 6 % too long.
+# The small network, read once and from another network, came out 19 % too short.
 #
-# A real step that the host decides tells more. Waits add what *predicted* has beyond launches times $c$: 8 ms on short texts,
-# 107 on long ones. So a launch of the short step took (1,047 - 8) ms / 55,647 = 18.7 µs. With 18.7 the long step is predicted 4
-# % too short. Sections 6 to 8 still use 27.7, 1.3 to 1.5 times too much.
+# Both models miss by more than their error bars. These know only two moments: eight steps of the expert loop took from 1,365 to
+# 1,870 ms.
 #
-# **Takeaway.** Find your step's clock before you buy a card: the replay named all four rightly.
+# **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
 # %% [markdown]
 # ## 5 · Fewer launches
@@ -451,8 +448,7 @@ for way in (expert_loop, grouped):
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel
 # and packed texts; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters
-# and a loss that never forms all logits. *again* is the loop at section 4's end; 0.93 to 1.05x is an unsteady machine.
-#
+# and a loss that never forms all logits. *again* is the loop at section 4's end; 0.90 to 1.05x is an unsteady machine.
 #
 # **Your prediction:** how many times as fast as the loop is a step with *grouped* experts?
 
@@ -474,7 +470,7 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a fifth: kernels decide now. So
+# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a sixth: kernels decide now. So
 # *captured* adds little, and *compiled* shortens kernels. On a CPU *grouped* can be slower.
 #
 # Each picture shows two milliseconds of a forward pass. The rarest kinds stand taller, drawn wider than they are.
@@ -522,11 +518,11 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the first 20 µs lengthened the step by 5.0 ms, where delays sum to 3.0. Two milliseconds are unexplained. The
-# next 80 µs fit: 11.8 for 12.0.
+# On the H200 the detour doubled the step. The first 20 µs then added 4.5 ms, where delays sum to 3.0, the next 80 added 15.6 for
+# 12.0. So a delay isn't all that a slower host takes.
 #
 # **Measurement.** Section 4 has timed its steps beside slower hosts. The short step beside the same slower host gives $c$, with
-# delay and detour in it.
+# all of it.
 
 # %%
 def level_us(step, rival_ms):
@@ -565,11 +561,13 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 a delay of 20 µs added
-# 34 to a light step's launch, and half of that to the expert loop's. So its crossing, at 4 µs, is no result. Nor is the dense
-# model's, at 50: its point is 13 % off.
+# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 a launch of the expert
+# loop took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %. So the crossing is a result, for this host: with
+# 3 to 7 µs more for a launch, the Blackwell card would draw level. That its kernels are scaled rightly is tested nowhere.
 #
-# **Takeaway.** A model that fails its test gives no result, however exact its number.
+# The dense model's curve misses its point by 12 %. It leaves room from 43 to 54 µs.
+#
+# **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
 # %% [markdown]
 # ## 7 · Four cards with this host
@@ -614,10 +612,9 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and 27.7 µs is too much:
-# our H200 really makes 11,270 examples per hour, not 8,109. So its bars are too long and too alike. Trust their order, not
-# their lengths. No second card has tested the scaling. By it the Blackwell beats the H100 per yen (PCIe's price, SXM5's speed)
-# and per kWh.
+# Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.2 times
+# apart. Our H200 really makes 10,085 examples per hour there, not 9,537. No second card has tested the scaling. By it the
+# Blackwell beats the H100 per yen (PCIe's price, SXM5's speed) and per kWh.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -771,10 +768,10 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: 0.29 to 1.86 times the article's. Compare ratios: on Qwen3-32B the H100 leads by 2.25, the article's by
+# These counts are poor: 0.29 to 1.87 times the article's. Compare ratios: on Qwen3-32B the H100 leads by 2.25, the article's by
 # 2.56. On gpt-oss 32 texts take the article's H100 two steps, $2nc$ if the host decides. The Blackwell card takes one,
-# $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 44 µs padded, 19 at the
-# mean length. At section 4's 19 to 21 µs the padded H100 wins.
+# $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 45 µs padded, 19 at the
+# mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
 #
 # **The test.** The article trained with unsloth, whose kernels reach another share of the peak than ours. In a ratio of two
 # cards that cancels only if kernels decide on both. On gpt-oss they don't. Lab 07 trains Qwen3-32B on an H200. How far off is
@@ -799,9 +796,9 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 and 31 % too long. So *the model disagrees*, above, speaks against the model, not the article. On
-# gpt-oss-120b at the mean length, Blackwell's lead of 1.43 becomes 1.83 with kernels 1.31 times as fast, 1.12 with launches of
-# 21 µs, 1.43 with both. Padded it never leads: no verdict.
+# On the H200 it predicts 10 and 30 % too long. So *the model disagrees*, above, speaks against the model, not the article. On
+# gpt-oss-120b at the mean length, Blackwell's lead of 1.21 becomes 1.54 with kernels 1.3 times as fast, and 1.10 with launches
+# of 21 µs. Padded it never leads: no verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 

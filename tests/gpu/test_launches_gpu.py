@@ -1,4 +1,4 @@
-"""The launch model on a GPU: what a trace's queue holds, what a light step tells, slower hosts, the
+"""The launch model on a GPU: what a trace's queue holds, what a short step tells, slower hosts, the
 energy meter.
 """
 
