@@ -157,8 +157,6 @@ class Script:
                 continue
             metrics |= {kind: found.measured, f"{kind}_low": found.low, f"{kind}_high": found.high}
             metrics[f"{kind}_losses"] = found.losses
-        if "by_hand" in metrics:
-            metrics["off"] = (1 - fix.gain) / (1 - metrics["by_hand"]) - 1
         return self.record("fix", metrics, samples, status, fix=fix.name)
 
     def time_watching(self) -> Run:
@@ -198,21 +196,24 @@ def _percent(run: Run, name: str) -> str:
 def told(runs: Runs) -> str:
     """The table, and what it says of the predictions."""
     fixes = [run for run in runs.select(what="fix") if run.ok]
-    rows = [
-        {"script": run.tags["script"], "fix": run.tags["fix"]}
-        | {"predicted": f"{run.metrics['predicted']:.0%}", "--try": _percent(run, "tried")}
-        | {"by hand": _percent(run, "by_hand"), "base again": _percent(run, "again")}
-        | {"step off by": f"{run.metrics['off']:+.0%}"}
-        | {"losses": run.metrics["by_hand_losses"].partition(":")[0]}
-        for run in fixes
-    ]
+    bases = {run.tags["script"]: run.metric("step_ms") for run in runs.select(what="diagnosis")}
+    rows, offs = [], []
+    for run in fixes:
+        predicted_ms = bases[run.tags["script"]] * (1 - run.metrics["predicted"])
+        by_hand_ms = float(np.median(run.samples["by_hand_ms"]))
+        off = by_hand_ms / predicted_ms - 1
+        if max(map(run.metric, ("predicted", "by_hand"))) >= TESTS:
+            offs.append(abs(off))
+        row = {"script": run.tags["script"], "fix": run.tags["fix"]}
+        row |= {"predicted": f"{run.metrics['predicted']:.0%}", "--try": _percent(run, "tried")}
+        row |= {"by hand": _percent(run, "by_hand"), "base again": _percent(run, "again")}
+        row |= {"predicted, ms": f"{predicted_ms:.1f}", "by hand, ms": f"{by_hand_ms:.1f}"}
+        rows.append(row | {"off by": f"{off:+.0%}"})
     lines = [pd.DataFrame(rows).to_string(index=False), ""]
     lines += [f"{run.run}: {run.status}" for run in runs if not run.ok]
-    tests = [run for run in fixes if max(map(run.metric, ("predicted", "by_hand"))) >= TESTS]
-    offs = [abs(run.metrics["off"]) for run in tests]
-    close = sum(off <= CLOSE for off in offs)
-    lines += [f"{close} of {len(offs)} predicted steps are within {CLOSE:.0%}, and the worst is "
-              f"{max(offs, default=0):.0%} off (fixes below {TESTS:.0%} are left out)"]  # fmt: skip
+    close, worst = sum(off <= CLOSE for off in offs), max(offs, default=0)
+    lines += [f"{close} of {len(offs)} steps are within {CLOSE:.0%} of the predicted one, the "
+              f"worst is {worst:.0%} off (fixes below {TESTS:.0%} are left out)"]  # fmt: skip
     tried = [run for run in fixes if "tried" in run.metrics]
     inside, near = (sum(_agrees(run, noise) for run in tried) for noise in (False, True))
     lines += [f"{inside} of {len(tried)} tries lie within the hand edit's interval, "
