@@ -22,8 +22,8 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article
 # looked inside and found the H100 idle. Its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You have one card, or none. So you write a model of ten lines that predicts a step. You test it on steps that it has not seen.
-# On our H200 it came within 7 % of both models. Then you ask it about other cards, and see which answers survive.
+# You have one card, or none. So you write a model of ten lines that predicts a step. The course's longer version is tested on
+# steps that it has not seen: on our H200 it came within 8 % of two. Then you ask it about other cards, and see which answers survive.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -274,7 +274,7 @@ for name, call in calls.items():
 
 # %% [markdown]
 # The $c$ of a training step comes from a step that the host decides: the same model on *short* texts. The host does the same
-# work for them, and the kernels take little. $c$ is the value at which the short step's replay lasts as long as the short step.
+# work for them, and the kernels take little. $c$ is chosen so that the replay of the short step gives its measured time.
 #
 # **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
@@ -286,7 +286,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 # %% [markdown]
 # **Takeaway.** On the H200 an operation takes the host 6 µs as `x.neg_()`, up to ten times that with modules, autograd and
-# adapters.
+# adapters. It can launch several kernels. From here on, launches are counted.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -347,8 +347,8 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
 # Four short texts, of 117 tokens, tell $c$. They are timed right before and right after the step that is predicted. Half the
 # difference of the two readings is the *error bar*.
 #
-# gpt-oss sends each token to a few of many MLPs, its *experts*. The library takes one expert after the other. For each it asks
-# the GPU which tokens belong to it.
+# gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one after
+# the other, and asks the GPU for each which tokens belong to it. By default, transformers 5 groups them, as section 5 does.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -393,13 +393,14 @@ print(f"{len(beyond)} of {len(loops)} predictions are off by more than their err
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200.
+# *floor* is the least time at this card's measured rates.
 #
-# The expert loop goes by the *host*. Its 59,148 launches of 23.4 µs take 1,386 ms, and waits add 124. That is 6 % too long.
-# The small network, read once and from another network, came out 19 % too short.
+# Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200, for a reason that we don't know.
+# The expert loop goes by the *host*, and is idle for 65 %. Launches take 1.39 s, waits and long kernels add 0.12. That is 6 % too
+# long. The small networks came out 19 and 2 % too short: their $c$ was read from another network.
 #
-# Both models miss by more than their error bars. These know only two moments: eight steps of the expert loop took from 1,365 to
-# 1,870 ms.
+# Both models miss by more than their error bars. Two readings don't hold what a host does: the loop's eight steps took from 1,365
+# to 1,870 ms.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -446,9 +447,9 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
 
 # %% [markdown]
-# **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel
-# and packed texts; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters
-# and a loss that never forms all logits. *again* is the loop at section 4's end; 0.90 to 1.05x is an unsteady machine.
+# **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel,
+# packed texts and a fused AdamW; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters
+# and a loss that never forms all logits. *again* is the loop, timed once more after the slow hosts. Its 0.90 to 1.05x is an unsteady machine.
 #
 # **Your prediction:** how many times as fast as the loop is a step with *grouped* experts?
 
@@ -473,7 +474,7 @@ lab.show(ways, columns, experiment="steps", **of)
 # On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a sixth: kernels decide now. So
 # *captured* adds little, and *compiled* shortens kernels. On a CPU *grouped* can be slower.
 #
-# Each picture shows two milliseconds of a forward pass. The rarest kinds stand taller, drawn wider than they are.
+# Each picture shows two milliseconds of a forward pass. Rare kernels are drawn taller and wider, so that you can see them.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -488,8 +489,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# On long texts the dense model's kernels hide its launches. In the expert loop each kernel waits for its launch. Captured, one
-# long call launches them all.
+# The profiler slows the host. So even the dense model's kernels wait in the picture; without the profiler its GPU is busy for 90 %
+# of the step. In the expert loop each kernel waits for its launch. Captured, one call launches them all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -519,10 +520,9 @@ for delay_us in (0, 20, 100):
 
 # %% [markdown]
 # On the H200 the detour doubled the step. The first 20 µs then added 4.5 ms, where delays sum to 3.0, the next 80 added 15.6 for
-# 12.0. So a delay isn't all that a slower host takes.
+# 12.0. A delay of 20 µs costs more than 20 µs.
 #
-# **Measurement.** Section 4 has timed its steps beside slower hosts. The short step beside the same slower host gives $c$, with
-# all of it.
+# **Measurement.** Section 4 has timed its steps beside slower hosts. So $c$ is read anew from the short step beside each of them.
 
 # %%
 def level_us(step, rival_ms):
@@ -561,11 +561,12 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 a launch of the expert
-# loop took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %. So the crossing is a result, for this host: with
-# 3 to 7 µs more for a launch, the Blackwell card would draw level. That its kernels are scaled rightly is tested nowhere.
+# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's launches
+# took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %. So its crossing holds: with a host that takes 3 to 7 µs
+# more for a launch, this card is as slow as the Blackwell card with today's host. We have not tested the scaling of kernels.
 #
-# The dense model's curve misses its point by 12 %. It leaves room from 43 to 54 µs.
+# The dense model's curve lies 12 % above its point at 50 µs, which is still below the Blackwell's line. So that crossing lies
+# further right than it says.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -613,8 +614,10 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.2 times
-# apart. Our H200 really makes 10,085 examples per hour there, not 9,537. No second card has tested the scaling. By it the
-# Blackwell beats the H100 per yen (PCIe's price, SXM5's speed) and per kWh.
+# apart. Our H200 really makes 10,085 examples per hour there, not 9,537. No second card has tested the scaling.
+#
+# By it the Blackwell beats the H100 per yen (PCIe's price, SXM5's speed). A kWh is counted at full rated power. In the loop our
+# H200 drew 242 W of its 700, so only captured rows say something of energy.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -648,7 +651,7 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
     print(f"{family}: a token meets {met[family] / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# **The bound.** Assume that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861. The article's H100
+# **The bound.** Assume checkpointing, and that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861. The article's H100
 # makes 9,200 examples an hour.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
@@ -701,7 +704,7 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # %% [markdown]
 # **The prediction.** Kernels reach the smaller sibling's share of the dense peak: 29 and 10 %. Launches grow by the law, and by
 # half for checkpointing. $c$ and the share of waits are the sibling's. Then section 2's short form. A batch has the article's
-# 32 texts, and 16 on the H100, where the article found that 32 don't fit.
+# 32 texts. Of gpt-oss the H100 takes 16, as the article found that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -768,8 +771,8 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: 0.29 to 1.87 times the article's. Compare ratios: on Qwen3-32B the H100 leads by 2.25, the article's by
-# 2.56. On gpt-oss 32 texts take the article's H100 two steps, $2nc$ if the host decides. The Blackwell card takes one,
+# These counts are poor: 0.29 to 1.87 times the article's, on long texts all too low. Compare ratios: on Qwen3-32B the H100
+# leads by that of the peaks, 2.25, the article's by 2.56. On gpt-oss 32 texts take the article's H100 two steps, $2nc$ if the host decides. The Blackwell card takes one,
 # $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 45 µs padded, 19 at the
 # mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
 #
@@ -796,9 +799,11 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 10 and 30 % too long. So *the model disagrees*, above, speaks against the model, not the article. On
-# gpt-oss-120b at the mean length, Blackwell's lead of 1.21 becomes 1.54 with kernels 1.3 times as fast, and 1.10 with launches
-# of 21 µs. Padded it never leads: no verdict.
+# On the H200 it predicts 10 and 30 % too long. That is most of the factor 1.46 by which it disagrees at the mean length; padded, 2.7
+# of 3.5 are left.
+#
+# On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, 1.10 with launches
+# of 21 µs, and 1.04 if bandwidth bounded its kernels. Padded it leads in none of these: no verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -868,8 +873,10 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# The article mentions checkpointing for unsloth alone. Without it, a batch of 2 keeps 103 GB of activations: too much. So QLoRA
-# probably had it. Then batch 4 fits, too: lab 07 measured 50 GB. gpt-oss-120b's 32 texts, 77.8 GB, are too near an H100's 85.
+# The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and with
+# texts of the mean 861 tokens, 2 take 69 GB and 4 take 115. That is just what the article found.
+#
+# gpt-oss-120b's 32 texts leave 7 GB of an H100's 85: less than this count can tell.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -886,7 +893,7 @@ lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
 # PEFT looks for modules. The matrices of a layer's experts are two parameters, and no modules. PEFT doesn't say that three of
-# seven names were not found. Print what was adapted before you train.
+# seven names were not found. Print what was adapted before you train; `target_parameters` names parameters.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
