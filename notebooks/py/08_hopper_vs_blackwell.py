@@ -19,11 +19,11 @@
 # # Lab 08 · Hopper against Blackwell
 #
 # Article A3 trains two models on two cards. On the dense Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000
-# Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article
-# looked inside and found the H100 idle. Its *host*, the CPU that hands out the work, could not launch kernels fast enough.
+# Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
+# the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You have one card, or none. So you write a model of ten lines that predicts a step. The course's longer version is tested on
-# steps that it has not seen: on our H200 it came within 8 % of two. Then you ask it about other cards, and see which answers survive.
+# You have one card, or none. So you write a model of ten lines that predicts a step. On our H200 the course's longer version
+# came within 8 % of two steps that it had not seen. Then you ask it about other cards, and see which answers survive.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -164,8 +164,8 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 # - The kernel starts when it has been launched and the previous kernel has ended. The GPU's clock shows its end.
 # - Where the host reads a result, it *waits*: its clock jumps to the GPU's.
 #
-# That is the *replay*. If all $n$ launches are alike, with kernels of $K$ in all and $w$ waits evenly spread, it has a short form.
-# At each wait the slower side stands still, while the other does one kernel or one launch:
+# That is the *replay*. If all $n$ launches are alike, with kernels of $K$ in all and $w$ waits evenly spread, it has a short
+# form. At each wait the slower side stands still, while the other does one kernel or one launch:
 #
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
@@ -395,12 +395,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # *floor* is the least time at this card's measured rates.
 #
-# Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200, for a reason that we don't know.
-# The expert loop goes by the *host*, and is idle for 65 %. Launches take 1.39 s, waits and long kernels add 0.12. That is 6 % too
-# long. The small networks came out 19 and 2 % too short: their $c$ was read from another network.
+# Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200, for a reason that we don't
+# know. The expert loop goes by the *host*, and is idle for 65 %. Launches take 1.39 s, waits and long kernels add 0.12. That is
+# 6 % too long. The small networks came out 19 and 2 % too short: their $c$ was read from another network.
 #
-# Both models miss by more than their error bars. Two readings don't hold what a host does: the loop's eight steps took from 1,365
-# to 1,870 ms.
+# Both miss by more than their error bars, which two readings make: the loop's eight steps took from 1,365 to 1,870 ms.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -448,8 +447,9 @@ for way in (expert_loop, grouped):
 
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel,
-# packed texts and a fused AdamW; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks, plain adapters
-# and a loss that never forms all logits. *again* is the loop, timed once more after the slow hosts. Its 0.90 to 1.05x is an unsteady machine.
+# packed texts and a fused AdamW; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks,
+# plain adapters and a loss that never forms all logits. *again* is the loop, timed once more after the slow hosts. Its 0.90 to
+# 1.05x is an unsteady machine.
 #
 # **Your prediction:** how many times as fast as the loop is a step with *grouped* experts?
 
@@ -474,7 +474,7 @@ lab.show(ways, columns, experiment="steps", **of)
 # On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a sixth: kernels decide now. So
 # *captured* adds little, and *compiled* shortens kernels. On a CPU *grouped* can be slower.
 #
-# Each picture shows two milliseconds of a forward pass. Rare kernels are drawn taller and wider, so that you can see them.
+# Each picture shows two milliseconds of a forward pass. Rare kernels are drawn taller and wider.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -489,8 +489,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The profiler slows the host. So even the dense model's kernels wait in the picture; without the profiler its GPU is busy for 90 %
-# of the step. In the expert loop each kernel waits for its launch. Captured, one call launches them all.
+# The profiler slows the host. So even the dense model's kernels wait in the picture; without the profiler its GPU is busy for
+# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one call launches them all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -519,10 +519,9 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour doubled the step. The first 20 µs then added 4.5 ms, where delays sum to 3.0, the next 80 added 15.6 for
-# 12.0. A delay of 20 µs costs more than 20 µs.
+# On the H200 the detour doubled the step. Delays added more than their sum: 4.5 ms for 3.0, then 15.6 for 12.0.
 #
-# **Measurement.** Section 4 has timed its steps beside slower hosts. So $c$ is read anew from the short step beside each of them.
+# **Measurement.** Section 4 has timed its steps beside slower hosts, and read $c$ anew beside each.
 
 # %%
 def level_us(step, rival_ms):
@@ -561,12 +560,13 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's launches
-# took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %. So its crossing holds: with a host that takes 3 to 7 µs
-# more for a launch, this card is as slow as the Blackwell card with today's host. We have not tested the scaling of kernels.
+# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's
+# launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %. So its crossing holds: with a host that
+# takes 3 to 7 µs more for a launch, this card is as slow as the Blackwell card with today's host. The scaling of kernels is
+# untested.
 #
-# The dense model's curve lies 12 % above its point at 50 µs, which is still below the Blackwell's line. So that crossing lies
-# further right than it says.
+# The dense model's point at 50 µs lies 12 % below its curve, and below the Blackwell's line. So that crossing lies further
+# right.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -614,10 +614,10 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.2 times
-# apart. Our H200 really makes 10,085 examples per hour there, not 9,537. No second card has tested the scaling.
+# apart. Our H200 really makes 10,085 examples per hour there, not 9,537.
 #
-# By it the Blackwell beats the H100 per yen (PCIe's price, SXM5's speed). A kWh is counted at full rated power. In the loop our
-# H200 drew 242 W of its 700, so only captured rows say something of energy.
+# By these the Blackwell beats the H100 per yen (PCIe's price, SXM5's speed). A kWh is counted at full rated power. In the loop
+# our H200 drew 242 W of its 700, so only captured rows say something of energy.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -651,8 +651,8 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
     print(f"{family}: a token meets {met[family] / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# **The bound.** Assume checkpointing, and that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861. The article's H100
-# makes 9,200 examples an hour.
+# **The bound.** Assume checkpointing, and that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861.
+# The article's H100 makes 9,200 examples an hour.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
 
@@ -771,14 +771,12 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: 0.29 to 1.87 times the article's, on long texts all too low. Compare ratios: on Qwen3-32B the H100
-# leads by that of the peaks, 2.25, the article's by 2.56. On gpt-oss 32 texts take the article's H100 two steps, $2nc$ if the host decides. The Blackwell card takes one,
-# $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 45 µs padded, 19 at the
-# mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
+# These counts are poor: 0.29 to 1.87 times the article's, on long texts all too low. On Qwen3-32B the H100 leads by 2.25, as
+# its peak does; the article's by 2.56. On gpt-oss 32 texts take the article's H100 two steps, $2nc$ if the host decides. The
+# Blackwell card takes one, $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
+# above 45 µs padded, 19 at the mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
 #
-# **The test.** The article trained with unsloth, whose kernels reach another share of the peak than ours. In a ratio of two
-# cards that cancels only if kernels decide on both. On gpt-oss they don't. Lab 07 trains Qwen3-32B on an H200. How far off is
-# this section's model there?
+# **The test.** Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
 
 # %%
 recorded = [*records.read_runs(records.REFERENCE), *records.read_runs(lab.results_dir)]
@@ -799,8 +797,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 10 and 30 % too long. That is most of the factor 1.46 by which it disagrees at the mean length; padded, 2.7
-# of 3.5 are left.
+# On the H200 it predicts 10 and 30 % too long. That is most of the factor 1.46 by which it disagrees at the mean length;
+# padded, 2.7 of 3.5 are left.
 #
 # On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, 1.10 with launches
 # of 21 µs, and 1.04 if bandwidth bounded its kernels. Padded it leads in none of these: no verdict.
@@ -873,8 +871,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and with
-# texts of the mean 861 tokens, 2 take 69 GB and 4 take 115. That is just what the article found.
+# The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and
+# with texts of the mean 861 tokens, 2 take 69 GB and 4 take 115. That is just what the article found.
 #
 # gpt-oss-120b's 32 texts leave 7 GB of an H100's 85: less than this count can tell.
 #
