@@ -141,6 +141,11 @@ class Script:
                 self.runs[name].append(run)
         return [self.of_fix(fix) for fix in self.fixes.values()]
 
+    def drift(self) -> float:
+        """By how much the script differs from itself between the ends of a visit, as a factor."""
+        ends = [_steps(self.runs.get(kind, [])) for kind in (BASE, AGAIN)]
+        return max(map(np.median, ends)) / min(map(np.median, ends)) if all(ends) else 1.0
+
     def of_fix(self, fix: Fix) -> Run:
         """The record of one fix: gains with their intervals, and the steps behind them."""
         metrics: dict[str, Any] = {"predicted": fix.gain}
@@ -245,10 +250,10 @@ def _agrees(run: Run, noisy: bool) -> bool:
 
 def measure(scripts: list[Script], results: Results, rounds: int, seconds: float) -> None:
     """Go round the scripts for as long as there is time. Each is diagnosed right before its first
-    visit: a host's speed drifts within minutes."""
+    visit: a host's speed drifts within minutes. Later rounds begin with those that drifted most."""
     end = time.monotonic() + seconds
     for number in range(rounds):
-        for script in [*scripts]:
+        for script in sorted(scripts, key=Script.drift, reverse=True):
             began, back = time.monotonic(), bool(number % 2)
             if number and began + script.took_s > end:
                 continue
