@@ -285,7 +285,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** On the H200 an operation takes the host 6 µs as `x.neg_()`, up to ten times that with modules, autograd and
+# **Takeaway.** On the H200 an operation takes the host 6 µs as `x.neg_()`, about ten times that with modules, autograd and
 # adapters. It can launch several kernels. From here on, launches are counted.
 
 # %% [markdown]
@@ -397,9 +397,9 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 #
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200, for a reason that we don't
 # know. The expert loop goes by the *host*, and is idle for 65 %. Launches take 1.39 s, waits and long kernels add 0.12. That is
-# 6 % too long. The small networks came out 19 and 2 % too short: their $c$ was read from another network.
+# 6 % too long. The small networks came out 19 and 2 % too short; $c$ decides only the first.
 #
-# Both miss by more than their error bars, which two readings make: the loop's eight steps took from 1,365 to 1,870 ms.
+# Both miss by more than their error bars. These know two readings only; one of the loop's eight steps took 1,870 ms.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -448,8 +448,7 @@ for way in (expert_loop, grouped):
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel,
 # packed texts and a fused AdamW; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks,
-# plain adapters and a loss that never forms all logits. *again* is the loop, timed once more after the slow hosts. Its 0.90 to
-# 1.05x is an unsteady machine.
+# plain adapters and a loss that never forms all logits. *again* is the loop, timed once more after the slow hosts.
 #
 # **Your prediction:** how many times as fast as the loop is a step with *grouped* experts?
 
@@ -471,8 +470,9 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a sixth: kernels decide now. So
-# *captured* adds little, and *compiled* shortens kernels. On a CPU *grouped* can be slower.
+# On the H200 *grouped*, all of it, cut launches to an eighth and halved the kernels' time. The step fell to a sixth, far
+# outside *again*'s 0.90 to 1.05x. Kernels decide now. So *captured* adds little, and *compiled* shortens kernels. On a CPU
+# *grouped* can be slower.
 #
 # Each picture shows two milliseconds of a forward pass. Rare kernels are drawn taller and wider.
 
@@ -490,7 +490,7 @@ with lab.attempt("Host and GPU, from traces"):
 
 # %% [markdown]
 # The profiler slows the host. So even the dense model's kernels wait in the picture; without the profiler its GPU is busy for
-# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one call launches them all.
+# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one long call launches them all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -519,9 +519,9 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour doubled the step. Delays added more than their sum: 4.5 ms for 3.0, then 15.6 for 12.0.
+# On the H200 the detour doubled the step. Delays cost 1.5 and 1.3 times their sum. So $c$ is read anew below.
 #
-# **Measurement.** Section 4 has timed its steps beside slower hosts, and read $c$ anew beside each.
+# **Measurement.** Section 4 has timed its steps beside slower hosts, and read $c$ beside each.
 
 # %%
 def level_us(step, rival_ms):
@@ -561,11 +561,10 @@ if flips:
 
 # %% [markdown]
 # The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's
-# launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %. So its crossing holds: with a host that
-# takes 3 to 7 µs more for a launch, this card is as slow as the Blackwell card with today's host. The scaling of kernels is
-# untested.
+# launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %, today's by 6. It crosses the line at 3 to 7
+# µs more for a launch. The line, the Blackwell card with today's host, comes from a scaling of kernels that nothing tests.
 #
-# The dense model's point at 50 µs lies 12 % below its curve, and below the Blackwell's line. So that crossing lies further
+# The dense model's point at 50 µs lies 11 % below its curve, and below the Blackwell's line. So that crossing lies further
 # right.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
@@ -616,8 +615,8 @@ lab.table(pd.DataFrame(worth))
 # Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.2 times
 # apart. Our H200 really makes 10,085 examples per hour there, not 9,537.
 #
-# By these the Blackwell beats the H100 per yen (PCIe's price, SXM5's speed). A kWh is counted at full rated power. In the loop
-# our H200 drew 242 W of its 700, so only captured rows say something of energy.
+# The Blackwell gives more per yen (PCIe's price, SXM5's speed). A kWh is counted at full rated power. Our H200 drew 242 of its
+# 700 W in the loop and 629 captured: for energy, trust the captured rows.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -772,8 +771,8 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
 # These counts are poor: 0.29 to 1.87 times the article's, on long texts all too low. On Qwen3-32B the H100 leads by 2.25, as
-# its peak does; the article's by 2.56. On gpt-oss 32 texts take the article's H100 two steps, $2nc$ if the host decides. The
-# Blackwell card takes one, $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
+# its peak does; the article's by 2.56. For 32 texts of gpt-oss the article's H100 needs two steps: $2nc$ if the host decides.
+# The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
 # above 45 µs padded, 19 at the mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
@@ -797,11 +796,11 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 10 and 30 % too long. That is most of the factor 1.46 by which it disagrees at the mean length;
-# padded, 2.7 of 3.5 are left.
+# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. The article's 32 texts only fit as QLoRA: 1.33 of the factor
+# 1.46 are left, padded 3.1 of 3.5.
 #
-# On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, 1.10 with launches
-# of 21 µs, and 1.04 if bandwidth bounded its kernels. Padded it leads in none of these: no verdict.
+# On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, or 1.10 with
+# launches of 21 µs. Padded it leads in neither: no verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -836,7 +835,7 @@ lab.verdict("A3.120b.weights")
 # 117 billion times half a byte is 58 GB: the article is off by a factor of two.
 #
 # **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its
-# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: "96 GB" are 102 of them, "80 GB" are 85.
+# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: drivers report 102 for "96", 85 for "80".
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
@@ -872,9 +871,9 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and
-# with texts of the mean 861 tokens, 2 take 69 GB and 4 take 115. That is just what the article found.
+# with texts of 861 tokens, 2 take 69 GB and 4 take 115, as the article found; a pair of 2,048 tokens takes 133.
 #
-# gpt-oss-120b's 32 texts leave 7 GB of an H100's 85: less than this count can tell.
+# gpt-oss-120b's 32 texts leave 7 GB of an H100's 85: too little for this count.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
