@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-FEW_STEPS, READING_MS = 3, 200
+FEW_STEPS, READING_MS = 3, 1500
 """A reading of the host has at least so many steps, and lasts at least so long."""
 SLOWED_STEPS = 2
 SHOWN_FROM, SHOWN_MS = 0.3, 2.0
@@ -123,16 +123,11 @@ class HostStep:
         trace = step.traced()
         self.program, self.phases = Program.of(trace), trace.host_breakdown()
 
-    def read(self) -> Host:
-        """What a launch takes now, by the median of a few steps, after one to come back to it.
-        What the shortest call takes where the GPU decides even this step."""
+    def read(self) -> Host | None:
+        """What a launch takes now, by the median of a few steps, after one to come back to it. None
+        where the GPU decides even this step."""
         step_ms = statistics.median(self.step.timed(self.repeats, warmup=1))
-        return step_model.host_of(self.program, self.phases, step_ms) or shortest_call()
-
-
-def shortest_call() -> Host:
-    """A host that takes for each launch what the shortest call takes."""
-    return Host(probe_machine("launch_us").median("launch_us") / 1e3)
+        return step_model.host_of(self.program, self.phases, step_ms)
 
 
 def study(
@@ -142,43 +137,43 @@ def study(
     "short" ones tell what a launch takes the host.
 
     With `delays` (microseconds) the step is measured beside slower hosts as well, and after them
-    once more as it was: what that differs by is noise. A captured step has one size: there the host
-    takes what the shortest call takes. Raises `Unavailable` for a captured step without a GPU.
+    once more as it was: what that differs by is noise. A captured step has one size, so that no
+    other tells about the host. Raises `Unavailable` for a captured step without a GPU.
     """
     recipe = variants(family)[way]
     with Trainer(texts["long"], recipe) as trainer:
         if recipe.driver != trainer.recipe.driver:
             raise Unavailable("CUDA graphs need an NVIDIA GPU")
-        read = shortest_call
+        short = None
         if recipe.driver != "graph":
-            short = OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe))
-            read = HostStep(short).read
+            short = HostStep(OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe)))
         step = OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
-        plain = predict_and_measure(tags_of(family, way), step, read, steps)
+        plain = predict_and_measure(tags_of(family, way), step, short, steps)
         found = [plain]
         for delay in delays:
             tags = plain.run.tags | {"delay_us": float(delay)}
             with SlowerHost(delay):
-                found.append(predict_and_measure(tags, step, read, SLOWED_STEPS, plain))
+                found.append(predict_and_measure(tags, step, short, SLOWED_STEPS, plain))
         if delays:
             tags = plain.run.tags | {"again": True}
-            found.append(predict_and_measure(tags, step, read, steps, plain))
+            found.append(predict_and_measure(tags, step, short, steps, plain))
         return found
 
 
 def predict_and_measure(
     tags: dict[str, Any],
     step: OnOneBatch,
-    read: Callable[[], Host],
+    short: HostStep | None,
     steps: int,
     traced: PredictedStep | None = None,
 ) -> PredictedStep:
     """Trace a step, time it, and predict it from all but its time.
 
-    read: what a launch takes the host now; it is asked right before and right after. The prediction
-    takes the host halfway, and half of what the two readings make of difference is its error bar,
-    `error_bar_percent`. `reached`: the share of the data sheet's roofline that its FLOPs reach
-    while kernels run. traced: the same step, traced before, perhaps beside another host.
+    short: tells what a launch takes the host, right before and right after. The prediction takes
+    the host halfway; half of what the two readings make of difference is `error_bar_percent`.
+    Without two readings a launch takes what the shortest call takes, which is too little, and the
+    bar is 0; `host_from` says so. `reached`: the share of the data sheet's roofline that its FLOPs
+    reach while kernels run. traced: the same step, traced before, perhaps beside another host.
     """
     workload, recipe = step.trainer.workload, step.trainer.recipe
     if traced is None:
@@ -192,10 +187,12 @@ def predict_and_measure(
         gc.collect()  # a trace is a hundred thousand objects
     else:
         program, work, lanes = traced.program, traced.work, traced.lanes
-    before = read()
+    before = short and short.read()
     with Energy() as energy:
         samples = step.timed(steps, warmup=1)
-    after = read()
+    after = short and short.read()
+    if not (learnt := before is not None and after is not None):
+        before = after = Host(probe_machine("launch_us").median("launch_us") / 1e3)
     host = before.halfway_to(after)
     step_ms, predicted_ms = statistics.median(samples), replayed_ms(program, host)
     moved_ms = abs(replayed_ms(program, before) - replayed_ms(program, after))
@@ -212,6 +209,7 @@ def predict_and_measure(
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
         "host_us": 1e3 * host.mean_ms(program),
+        "host_from": "short texts" if learnt else "the shortest call",
     }
     if not program.takes_turns:
         busy = min(1.0, program.kernel_ms / step_ms)

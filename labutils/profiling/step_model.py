@@ -11,8 +11,8 @@ which is exact where neither waits for the other in between and all launches are
 The predicted step itself is never timed. Kernel times come from a trace: the profiler slows the
 host down and leaves them nearly as they are (a graph's may come out a little longer). So where
 kernels decide, the prediction is hardly more than their sum. The host's time a launch is solved for
-from *another* step, of a thin model of the same layers on so few tokens that the GPU has next to
-nothing to do (`host_of`): that step lasts as long as its host takes.
+from *another* step of the same model, on so few tokens that the host decides (`host_of`): that step
+lasts as long as its host takes.
 
 For another card each category of kernels scales with what bounds it (`scale`): matrix products and
 attention with the dense peak, as far as the step's FLOPs a byte suffice, everything else with the
@@ -41,9 +41,9 @@ BY_ARITHMETIC = ("GEMM", "attention", "convolution")
 """Kinds of kernels that matrix units bound. Of all others memory does."""
 ELSEWHERE = ("copy", "communication")
 """Kinds that neither bounds: they cross a link, which is taken to be the same everywhere."""
-LIGHT = 0.8
-"""A step whose work takes the GPU less than this share tells what the host takes. Any other would
-last nearly as long beside other hosts."""
+HOST_DECIDES_BELOW = 0.5
+"""A step whose work takes the GPU less than this share tells what the host takes. A higher share
+may be all that the GPU can do: the gaps between short kernels don't count as work."""
 CARDS = ("H100 SXM5", "H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "B200")
 """The cards for which the course predicts."""
 
@@ -203,15 +203,19 @@ def host_of(
 
     program: of that step. phases: what its trace's `host_breakdown` says. step_ms: the same step
     timed without the profiler. How the phases compare is the trace's; one factor for all of them is
-    solved for, so that the step's replay lasts `step_ms`. None where the GPU takes `LIGHT` of it or
-    more: then it doesn't tell. On a CPU, where host and device take turns, any share tells: what
-    operators don't take is the host's, and nothing where they take more, as other programs took the
-    CPU while they were traced. Raises `ValueError` for a trace without a launch.
+    solved for, so that the step's replay lasts `step_ms`. None where the GPU takes
+    `HOST_DECIDES_BELOW` of it or more: then it doesn't tell. On a CPU, where host and device take
+    turns, any share tells: what operators don't take is the host's, and nothing where they take
+    more, as other programs took the CPU while they were traced. Raises `ValueError` for a trace
+    without a launch.
     """
     counts = Counter(launch.phase for launch in program.queue)
     if not counts:
         raise ValueError("The trace of the step holds no launch: nothing tells what one takes.")
-    if not program.takes_turns and program.kernel_ms + program.copy_ms >= LIGHT * step_ms:
+    if (
+        not program.takes_turns
+        and program.kernel_ms + program.copy_ms >= HOST_DECIDES_BELOW * step_ms
+    ):
         return None
     spent = {phase: row["ms"] * program.steps for phase, row in phases.items()}
     spent[""] = spent.pop("unmarked", 0.0)

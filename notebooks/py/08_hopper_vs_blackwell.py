@@ -148,8 +148,8 @@ lab.keep(Run("08", "specs", metrics=found, tags={"experiment": "specs"}))
 lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 
 # %% [markdown]
-# The article has copied NVIDIA's table correctly, and that table counts sparsity on both cards. So the ratios are right: 2.25
-# in 16 bits, 1.87 in bandwidth.
+# The article copied NVIDIA's table correctly; it counts sparsity on both cards. So the ratios are right: 2.25 in 16 bits, 1.87
+# in bandwidth.
 #
 # **Takeaway.** Halve a peak with sparsity before you compare a step with it.
 
@@ -274,7 +274,7 @@ for name, call in calls.items():
 
 # %% [markdown]
 # The $c$ of a training step comes from a step that the host decides: the same model on *short* texts. The host does the same
-# work for them, and the kernels take little. $c$ is chosen so that the replay of the short step gives its measured time.
+# operations for them, and the kernels take little. $c$ is chosen so that the replay of the short step gives its measured time.
 #
 # **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
@@ -395,11 +395,12 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # *floor* is the least time at this card's measured rates.
 #
-# Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200, for a reason that we don't
-# know. The expert loop goes by the *host*, and is idle for 65 %. Launches take 1.39 s, waits and long kernels add 0.12. That is
-# 6 % too long. The small networks came out 19 and 2 % too short; $c$ decides only the first.
+# Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
+# between kernels; at 1.5 µs each they are 18 of the missing 29 ms. The expert loop goes by the *host*. Launches take 1.39 s,
+# waits and long kernels add 0.12. That is 6 % too long: short texts take 8 % fewer launches for the same operations, so that
+# each seems longer. The small networks came out 19 and 2 % too short; $c$ decides only the first.
 #
-# Both miss by more than their error bars. These know two readings only; one of the loop's eight steps took 1,870 ms.
+# Both miss by more than their error bars. These know two readings only. Another GPU of this host was at work.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -562,10 +563,10 @@ if flips:
 # %% [markdown]
 # The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's
 # launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %, today's by 6. It crosses the line at 3 to 7
-# µs more for a launch. The line, the Blackwell card with today's host, comes from a scaling of kernels that nothing tests.
+# µs more for a launch. The line, the Blackwell card with today's host, is a scaling that nothing tests.
 #
-# The dense model's point at 50 µs lies 11 % below its curve, and below the Blackwell's line. So that crossing lies further
-# right.
+# The dense model's point at 50 µs lies 11 % below its curve, and below the line: its crossing lies further right. Short texts
+# take 13 % fewer launches there.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -796,7 +797,7 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. The article's 32 texts only fit as QLoRA: 1.33 of the factor
+# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. The article's 32 texts only fit as QLoRA: 1.32 of the factor
 # 1.46 are left, padded 3.1 of 3.5.
 #
 # On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, or 1.10 with
@@ -889,8 +890,8 @@ lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT looks for modules. The matrices of a layer's experts are two parameters, and no modules. PEFT doesn't say that three of
-# seven names were not found. Print what was adapted before you train; `target_parameters` names parameters.
+# PEFT looks for modules. The matrices of a layer's experts are two parameters. PEFT doesn't say that three of seven names were
+# not found. Print what was adapted; `target_parameters` names parameters.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 

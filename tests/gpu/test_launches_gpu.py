@@ -13,7 +13,7 @@ from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_launch_bound import HostStep, batch_of, variants
 from labutils.profiling import cuda
 from labutils.profiling.host_delay import SlowerHost
-from labutils.profiling.step_model import LIGHT, Host, Program, replayed_ms
+from labutils.profiling.step_model import HOST_DECIDES_BELOW, Host, Program, replayed_ms
 from labutils.profiling.utilization_and_power import Energy
 from labutils.training import Trainer
 from labutils.training.free_memory import make_room
@@ -73,7 +73,7 @@ def test_short_texts_tell_what_a_launch_takes(dense, short):
     with Trainer(dense, variants("dense")["loop"]) as trainer:
         told = HostStep(OnOneBatch(trainer, batch_of(short["dense"], trainer.recipe)))
         host, step_ms = told.read(), min(told.step.timed(5))
-    assert told.program.kernel_ms < LIGHT * step_ms
+    assert told.program.kernel_ms < HOST_DECIDES_BELOW * step_ms
     assert 1e-3 < host.mean_ms(told.program) < 0.2
     assert replayed_ms(told.program, host) == pytest.approx(step_ms, rel=0.3)
 

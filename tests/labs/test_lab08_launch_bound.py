@@ -10,9 +10,12 @@ import pytest
 
 from labutils.labs import lab08_launch_bound as lab08
 from labutils.profiling.gpu_specs import find_spec
+from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.step_model import Host, Launch, Program
 from labutils.recipe import Unavailable
 from labutils.results.records import Run
+from labutils.training import Trainer
+from labutils.training.one_batch import OnOneBatch
 from labutils.workloads import open_workload
 from labutils.workloads.base import Work
 
@@ -43,6 +46,19 @@ def test_a_packed_row_holds_typical_texts_and_nothing_else(family):
     assert works[0].useful_tokens == works[1].useful_tokens
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_short_texts_take_the_host_the_same_operations(family):
+    counts = []
+    with Trainer(texts(family)["long"], next(iter(lab08.variants(family).values()))) as trainer:
+        long, short = (lab08.batch_of(each, trainer.recipe) for each in texts(family).values())
+        for batch in (long, long, short):  # the first step makes the optimizer's state
+            with SlowerHost() as host:
+                OnOneBatch(trainer, batch).step()
+            counts.append(host.delayed)
+    assert counts[1] == counts[2] > 100
+    assert long["input_ids"].numel() > 2 * short["input_ids"].numel()
+
+
 @pytest.fixture(scope="module")
 def studied():
     return lab08.study(texts("moe"), "moe", "expert loop", steps=2, delays=(0, 100))
@@ -60,11 +76,12 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
 def test_a_study_predicts_shows_and_repeats(studied):
     long, again = studied[0], studied[-1].run
     assert long.run.has(model="moe", texts="long", variant=False)
-    assert long.run.metrics["by"] == "both"
-    assert (
-        abs(long.run.metrics["off_by_percent"]) < 100 and long.run.metrics["error_bar_percent"] >= 0
-    )
+    assert (long.run.metrics["by"], long.run.metrics["host_from"]) == ("both", "short texts")
+    assert abs(long.run.metric("off_by_percent")) < 100
+    assert long.run.metric("error_bar_percent") >= 0
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
+    with pytest.raises(KeyError, match="short"):  # a host is read from no other
+        lab08.study({"long": texts("moe")["long"]}, "moe", "grouped", steps=2)
     with pytest.raises(Unavailable, match="GPU"):
         lab08.study(texts("moe"), "moe", "captured", steps=2)
 

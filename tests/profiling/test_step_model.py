@@ -108,7 +108,7 @@ def test_the_hosts_time_is_learnt_from_a_step_whose_kernels_are_short():
 
 
 def test_a_step_that_the_gpu_decides_tells_nothing_about_the_host():
-    assert learnt(RUNS_AHEAD, 0.7) is None and learnt(RUNS_AHEAD, 0.95) is None
+    assert learnt(RUNS_AHEAD, 0.7) is None and learnt(RUNS_AHEAD, 1.5) is None
     assert learnt(RUNS_AHEAD, 1.7).of("") == pytest.approx(1.7, rel=1e-3)
 
 

@@ -72,6 +72,9 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, monkeypatch):
         for edit in script.edits:
             path = Path(script.command(edit, workers=3)[1])
             assert compile(path.read_text("utf-8"), path, "exec") and "WORKERS" not in path.name
+    ends = {"as it is": (5.0, 9.0), "as it is again": (9.0, 6.0)}
+    script.runs = {end: [{"step_ms": [ms]} for ms in visits] for end, visits in ends.items()}
+    assert script.drift() == 1.5  # of the last visit, which went from its end to its beginning
     words = {"script": "plain_loop.py", "tiny": "--device cpu --batch 8 --decode-ms 5"}
     words["edits"] = {"workers": {"shuffle=True": "shuffle=True, num_workers=WORKERS"}}
     monkeypatch.setitem(diagnosis_table.WATCHED_BLOCKS, "plain", (1, 8))
