@@ -397,8 +397,8 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 #
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
 # between kernels; at 1.5 µs each they are 18 of the missing 29 ms. The expert loop goes by the *host*. Launches take 1.39 s,
-# waits and long kernels add 0.12. That is 6 % too long: short texts take 8 % fewer launches for the same operations, so that
-# each seems longer. The small networks came out 19 and 2 % too short; $c$ decides only the first.
+# waits and long kernels add 0.12. That is 6 % too long. Short texts take 8 % fewer launches for the same operations, which
+# alone would make 8. The small networks came out 19 and 2 % too short; $c$ decides only the first.
 #
 # Both miss by more than their error bars. These know two readings only. Another GPU of this host was at work.
 #
