@@ -165,7 +165,7 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 # - Where the host reads a result, it *waits*: its clock jumps to the GPU's.
 #
 # That is the *replay*. If all $n$ launches are alike, with kernels of $K$ in all and $w$ waits evenly spread, it has a short
-# form. At each wait the slower side stands still, while the other does one kernel or one launch:
+# form. At each wait only one side works, for one kernel or one launch, whichever is shorter:
 #
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
@@ -285,8 +285,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** On the H200 an operation takes the host 6 µs as `x.neg_()`, about ten times that with modules, autograd and
-# adapters. It can launch several kernels. From here on, launches are counted.
+# **Takeaway.** On the H200 an operation takes the host 6 µs as `x.neg_()`, about ten times that with autograd and adapters:
+# `backward()` itself costs. From here on, launches are counted.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -396,11 +396,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # *floor* is the least time at this card's measured rates.
 #
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
-# between kernels; at 1.5 µs each they are 18 of the missing 29 ms. The expert loop goes by the *host*. Launches take 1.39 s,
-# waits and long kernels add 0.12. That is 6 % too long. Short texts take 8 % fewer launches for the same operations, which
-# alone would make 8. The small networks came out 19 and 2 % too short; $c$ decides only the first.
+# between kernels; if each is 1.5 µs, they are 18 of the missing 29 ms. The expert loop goes by the *host*. Launches take 1.39
+# s, waits and long kernels add 0.12. That is 6 % too long. In short texts the same operations launch 8 % less, so that $c$ is
+# read 8 % too long.
 #
-# Both miss by more than their error bars. These know two readings only. Another GPU of this host was at work.
+# Both miss by more than their error bars: these know two readings, and another GPU of this host was at work.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -472,10 +472,10 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped*, all of it, cut launches to an eighth and halved the kernels' time. The step fell to a sixth, far
-# outside *again*'s 0.90 to 1.05x. Kernels decide now. So *captured* adds little, and *compiled* shortens kernels. On a CPU
-# *grouped* can be slower.
+# outside *again*'s 0.90 to 1.05x. The two clocks are close now. So *captured* adds little, and *compiled* shortens kernels. On
+# a CPU *grouped* can be slower.
 #
-# Each picture shows two milliseconds of a forward pass. Rare kernels are drawn taller and wider.
+# Pictures show two milliseconds of a forward pass, rare kernels taller and wider.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -491,7 +491,8 @@ with lab.attempt("Host and GPU, from traces"):
 
 # %% [markdown]
 # The profiler slows the host. So even the dense model's kernels wait in the picture; without the profiler its GPU is busy for
-# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one long call launches them all.
+# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one call launches them all, and no kernel
+# waits.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -562,11 +563,11 @@ if flips:
 
 # %% [markdown]
 # The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's
-# launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %, today's by 6. It crosses the line at 3 to 7
-# µs more for a launch. The line, the Blackwell card with today's host, is a scaling that nothing tests.
+# launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %, today's by 6. Section 4's 8 % should show
+# here, too. The curve crosses the line at 3 to 7 µs more for a launch. The line, the Blackwell card with today's host, is a
+# scaling that nothing tests.
 #
-# The dense model's point at 50 µs lies 11 % below its curve, and below the line: its crossing lies further right. Short texts
-# take 13 % fewer launches there.
+# The dense model's point at 50 µs lies 11 % below its curve, and below the line: its crossing lies further right.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -673,8 +674,9 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
     print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour")
 
 # %% [markdown]
-# Padded, the article's 9,200 would be 96 % of the H100's peak. No training step comes so near: the batches were probably shorter.
-# So everything below is computed twice, *padded* and *at the mean length*. Where the two disagree, the model can't judge.
+# Padded, the article's 9,200 would be 96 % of the H100's peak. No training step comes so near. Without checkpointing 32 such
+# texts fit no card: the batches were probably shorter. So everything below is computed twice, *padded* and *at the mean
+# length*. Where the two disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -797,11 +799,11 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. The article's 32 texts only fit as QLoRA: 1.32 of the factor
-# 1.46 are left, padded 3.1 of 3.5.
+# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only as QLoRA. Less its 10 %, the factor of 1.46
+# becomes 1.32, and padded 3.5 becomes 3.1. Up to 1.3 would count as agreement.
 #
-# On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, or 1.10 with
-# launches of 21 µs. Padded it leads in neither: no verdict.
+# On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, LoRA's 30 %. Padded
+# it doesn't lead: no verdict.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -872,9 +874,8 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and
-# with texts of 861 tokens, 2 take 69 GB and 4 take 115, as the article found; a pair of 2,048 tokens takes 133.
-#
-# gpt-oss-120b's 32 texts leave 7 GB of an H100's 85: too little for this count.
+# with texts of 861 tokens, 2 would take 69 GB and 4 take 115: too many, as the article says. But a pair of 2,048 tokens would
+# take 133.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -890,8 +891,9 @@ lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT looks for modules. The matrices of a layer's experts are two parameters. PEFT doesn't say that three of seven names were
-# not found. Print what was adapted; `target_parameters` names parameters.
+# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too: the table's 70 GB
+# need more. PEFT doesn't say that three of seven names were not found. Print what was adapted; `target_parameters` names
+# parameters.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
