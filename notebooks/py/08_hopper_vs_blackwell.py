@@ -564,8 +564,8 @@ if flips:
 # %% [markdown]
 # The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's
 # launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %, today's by 6. Section 4's 8 % should show
-# here, too. The curve crosses the line at 3 to 7 µs more for a launch. The line, the Blackwell card with today's host, is a
-# scaling that nothing tests.
+# here, too, and doesn't. The curve crosses the line at 3 to 7 µs more for a launch. The line, the Blackwell card with today's
+# host, is a scaling that nothing tests.
 #
 # The dense model's point at 50 µs lies 11 % below its curve, and below the line: its crossing lies further right.
 #
