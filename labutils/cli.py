@@ -128,7 +128,7 @@ def _add_diagnose(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
-    text = "folder of results to read (the newest)"
+    text = "folder of results to read (of each lab the newest)"
     parser.add_argument("--results", type=_folder, metavar="DIR", help=text)
 
 

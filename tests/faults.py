@@ -195,8 +195,7 @@ def damaged(data: bytes, dice: random.Random) -> bytes:
     """`data` cut off, with a part repeated, with other bytes in it, or with another word."""
     at, to = sorted(dice.randrange(len(data)) for _ in range(2))
     word = dice.choice((b"null", b"[]", b"{}", b"-1e999", b"\x00\xff", b'"', b"[" * 5000))
-    ways = (data[:at], data[:to] + data[at:], data[:at] + word + data[at + 9 :])
-    return dice.choice(ways)
+    return dice.choice((data[:at], data[:to] + data[at:], data[:at] + word + data[at + 9 :]))
 
 
 KINDS = ("killed_run", "full_disk", "killed_training", "damaged_files")

@@ -308,6 +308,8 @@ class Reading:
         told = [f"line {line} {why}" for line, why in sorted((n, why) for why, n in first.items())]
         again = " To measure again: labutils run LAB --force --results "
         again += shlex.quote(str(self.path.parent))
+        if self.path in reference_files():
+            again = " It is the course's own, which git restores: git checkout reference"
         return (
             f"{self.path}: {count} of {of} lines can't be used. The first of each kind: "
             f"{'; '.join(told)}. The file was left as it is.{again * (first.keys() != {LATER})}"
@@ -369,10 +371,15 @@ def read_runs(path: str | Path, lab: str | None = None) -> Runs:
     return runs_of(read_records(path), lab)
 
 
+def reference_files() -> list[Path]:
+    """Our own records, a file for each kind of card."""
+    return sorted(REFERENCE.parents[1].glob("*/results.jsonl"))
+
+
 def reference_runs(lab: str | None = None) -> Runs:
     """The runs of our own records, of all cards: each is a host of its own."""
-    files = sorted(REFERENCE.parents[1].glob("*/results.jsonl"))
-    return runs_of((record for file in files for record in read_file(file).records), lab)
+    read = map(read_file, reference_files())
+    return runs_of((record for reading in read for record in reading.records), lab)
 
 
 def runs_of(records: Iterable[dict[str, Any]], lab: str | None = None) -> Runs:

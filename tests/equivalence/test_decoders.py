@@ -312,8 +312,7 @@ def test_pairs_are_what_the_masks_let_through(name, lengths):
 )
 def test_work_planned_is_the_work_of_the_batches(workload, shapes, layers):
     recipe = SHAPES[shapes].but(layers=layers, micro_batch=2)
-    count = len(workload.example_sizes(recipe))
-    epoch = EpochOrder(count, EPOCH, recipe.seed)
+    epoch = EpochOrder(len(workload.example_sizes(recipe)), EPOCH, recipe.seed)
     order = workload.order(None, recipe) or BatchSampler(epoch, 2, drop_last=True)
     for _, chosen in zip(range(3), order, strict=False):
         examples = [workload.example_sizes(recipe)[index] for index in chosen]

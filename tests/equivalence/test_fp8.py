@@ -67,8 +67,7 @@ def test_what_is_lost_is_counted():
 def test_delayed_scaling_step_by_step():
     """By hand: the first step's scale is 1, each later one's comes from the amaxes before it."""
     scaling = DelayedScaling(history_length=2)
-    expected = {2.0: 1.0, 8.0: 224.0, 4.0: 56.0, 1.0: 56.0, 0.5: 112.0}
-    for largest, scale in expected.items():
+    for largest, scale in {2.0: 1.0, 8.0: 224.0, 4.0: 56.0, 1.0: 56.0, 0.5: 112.0}.items():
         assert scaling.scale.item() == scale
         scaling(torch.tensor([largest, -largest / 2]))
     assert scaling.scale.item() == 448

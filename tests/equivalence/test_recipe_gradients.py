@@ -196,8 +196,7 @@ def test_the_step_is_adamws_on_the_clipped_gradient(workload):
     for name, start in watched.before.items():
         p, g = start.double(), watched.gradients[0][name].double() * 0.01 / norm
         first, second = 0.1 * g, 0.001 * g * g
-        step = (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
-        expected = p - 1e-3 * 0.01 * p - 1e-3 * step
+        expected = p * (1 - 1e-3 * 0.01) - 1e-3 * (first / 0.1) / ((second / 0.001).sqrt() + 1e-8)
         torch.testing.assert_close(watched.after[name].double(), expected, rtol=1e-4, atol=2e-7)
 
 

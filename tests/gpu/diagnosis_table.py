@@ -200,8 +200,9 @@ def _percent(run: Run, name: str) -> str:
 
 def told(runs: Runs) -> str:
     """The table, and what it says of the predictions."""
-    fixes = [run for run in runs.select(what="fix") if run.ok]
-    bases = {run.tags["script"]: run.metric("step_ms") for run in runs.select(what="diagnosis")}
+    sound = Runs(run for run in runs if run.ok)
+    bases = {run.tags["script"]: run.metric("step_ms") for run in sound.select(what="diagnosis")}
+    fixes = [run for run in sound.select(what="fix") if run.tags["script"] in bases]
     rows, offs = [], []
     for run in fixes:
         predicted_ms = bases[run.tags["script"]] * (1 - run.metrics["predicted"])
@@ -222,7 +223,7 @@ def told(runs: Runs) -> str:
     inside, near = (sum(_agrees(run, noise) for run in tried) for noise in (False, True))
     lines += [f"{inside} of {len(tried)} tries lie within the hand edit's interval, "
               f"{near} within that and the base's own noise"]  # fmt: skip
-    for run in (run for run in runs.select(what="diagnosis") if run.ok):
+    for run in sound.select(what="diagnosis"):
         script = run.tags["script"]
         if not run.metrics["proposed"]:
             lines += [f"{script}: nothing proposed"]
@@ -286,7 +287,8 @@ def main(words: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         chosen = [Script(name, scripts[name], scale, Path(folder)) for name in options.only]
         measure(chosen, results, options.rounds, 60 * options.minutes)
-    print(told(records.read_runs(results.path).select(experiment="diagnosis table")))
+    table = records.read_runs(results.path).select(experiment="diagnosis table")
+    print(told(table.of_newest_host()))
 
 
 if __name__ == "__main__":

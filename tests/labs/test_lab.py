@@ -156,8 +156,7 @@ def test_an_interrupted_lab_goes_on_with_what_it_measured(measure):
     again = open_lab("03", notebook())
     assert again.measured("a", STOCK, measure).metrics == {"n": 1}
     assert again.measured("a", STOCK, measure).metrics == {"n": 2}  # the cell was run once more
-    third = open_lab("03", notebook())
-    together = third.measured_together(
+    together = open_lab("03", notebook()).measured_together(
         {"a": STOCK, "b": STOCK}, lambda: {name: measure() for name in "ab"}
     )
     assert [together[name].metrics["n"] for name in "ab"] == [3, 4]  # all as they were left or none

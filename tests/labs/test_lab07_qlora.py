@@ -106,9 +106,8 @@ def test_the_rung_that_is_held_against_unsloth_has_its_rows_and_weights():
 
 
 def test_unsloth_is_not_asked_where_it_cant_run(texts, tmp_path, monkeypatch):
-    jobs = lab07_qlora.unsloth_jobs(texts)
     with pytest.raises(Unavailable, match="kernels are written for GPUs"):
-        unsloth_run.train_with_unsloth(jobs, print, tmp_path)
+        unsloth_run.train_with_unsloth(lab07_qlora.unsloth_jobs(texts), print, tmp_path)
     monkeypatch.setattr(unsloth_run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="make unsloth"):
         unsloth_run.check_unsloth("cuda")

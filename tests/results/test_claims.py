@@ -371,8 +371,7 @@ def test_what_can_not_be_compared_is_not():
 
 
 def test_no_record_whatever_it_holds_stops_a_judge(reference):
-    odd = ["x", [1, "y"], None, math.nan, -1, {"median": "z"}]
-    for place, value in enumerate(odd):
+    for place, value in enumerate(["x", [1, "y"], None, math.nan, -1, {"median": "z"}]):
         broken = [copy.copy(run) for run in reference]
         for run in broken:
             run.metrics = dict.fromkeys(run.metrics, value)

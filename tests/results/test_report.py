@@ -73,6 +73,9 @@ def test_a_file_a_folder_or_the_environment_names_the_results(tmp_path, capsys, 
     pages = [as_json(capsys, place) for place in (folder, folder.parent, folder / "results.jsonl")]
     monkeypatch.setenv("LABUTILS_RESULTS", str(folder))
     assert [as_json(capsys, None)] * 3 == pages
+    records.REFERENCE.parent.mkdir(parents=True)
+    records.REFERENCE.write_text('{"lab": "04", "ru')
+    assert "git checkout reference" in as_json(capsys, None)["passed_over"][0]
 
 
 def test_of_each_lab_the_newest_file_counts_and_none_is_mixed(tmp_path, capsys, monkeypatch):

@@ -184,8 +184,7 @@ def test_workers_help_where_cores_are_left(workers, fetch_cpu_ms, cores, helps):
 
 
 def test_padding():
-    padded = [batch(tokens=1000, useful=300)]
-    short = diagnose(of_steps(small_kernels(0.1), batch_facts=padded))
+    short = diagnose(of_steps(small_kernels(0.1), batch_facts=[batch(tokens=1000, useful=300)]))
     assert short.fix("padding").gain < 0.1  # as short with fewer tokens
 
 
@@ -320,7 +319,9 @@ def test_a_report_is_80_columns_wide_and_a_page_escapes_what_it_is_given():
     read = {"kind": "write", "place": "/x/train.py:41", "what": NASTY, "per_step": 1.0, "ms": 3.0}
     evidence = of_steps(three(waiting), 5.0, calls=[read], batch_facts=[batch(bytes=1e5)])
     diagnosis = diagnose(replace(evidence, source=NASTY, notes=(NASTY,)))
-    tried = {diagnosis.fixes[0].name: trial.Try(0.5, 0.4, 0.6, "the same losses to 0.0%")}
+    tried = {diagnosis.fixes[0].name: trial.Try(0.5, 0.4, 0.6, "the same losses to 0.0%", True)}
+    unsure = {fix.name: trial.Try(0.62, -1.88, 0.89) for fix in diagnosis.fixes}
+    assert "Do first: nothing" in report.text(replace(diagnosis, tries=unsure)).splitlines()[0]
     diagnosis = replace(diagnosis, tries=tried)
     lines = report.text(diagnosis).splitlines()
     assert max(map(len, lines)) <= 80 and "tried: saves 50% (interval 40 to 60)" in "\n".join(lines)

@@ -58,10 +58,11 @@ def test_all_fixes_go_into_a_trainer_from_outside():
     changes |= {"precision": "bf16", "logging": "ring-buffer"}
     plain, changed = (trial.run(command, what, Stages(1, 3, 1)) for what in ({}, changes))
     assert len(changed["step_ms"]) == 3 and {*changes} - {*changed["done"]} == set()
-    said = trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [changed])
-    assert said.startswith("the same")
-    worse = changed | {"losses": [1.5 * loss for loss in changed["losses"]]}
-    assert "CHANGES" in trial._losses(Fix("all", 0.1, "", changes=changes), [plain], [worse])
+    fix, longer = Fix("all", 0.1, "", changes=changes), [1.5 * loss for loss in changed["losses"]]
+    assert trial.judged(fix, [plain], [changed]).losses.startswith("the same")
+    worse = changed | {"losses": longer, "step_ms": [0.0] * 3}
+    assert "CHANGES" in trial.judged(fix, [plain], [worse]).losses
+    assert not trial.judged(fix, [plain], [worse]).holds
 
 
 def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import torch
 from labutils.tools.diagnose.script import HOOKS
 
 sys.path.append(str(HOOKS))
-from labutils_script_hooks import calls, compat, facts
+from labutils_script_hooks import calls, compat, facts, process_note
 
 HERE = Path(__file__).name
 
@@ -54,6 +54,7 @@ def test_calls_that_write_or_read_are_found_with_their_lines(tmp_path):
     def step():
         value.item()
         file.write("x")
+        process_note.save(str(tmp_path / "gone" / "x.json"), {})  # the diagnosis has ended
         io.StringIO().write("not a file of the disk")
 
     found = seen(step)

@@ -37,7 +37,7 @@ def _row(diagnosis: Diagnosis, fix: Any) -> dict[str, Any]:
     row = {name: getattr(fix, name) for name in FACTS} | {"worth_it": fix.gain >= WORTH}
     row["edits"] = [edit._asdict() for edit in edits(fix, diagnosis.evidence.files)]
     tried = diagnosis.tries.get(fix.name)
-    saves = fix.gain if tried is None or tried.measured is None else tried.measured
+    saves = fix.gain if tried is None or tried.measured is None else tried.measured * tried.holds
     return row | {"tried": tried and asdict(tried), "saves": saves}
 
 
@@ -48,8 +48,7 @@ def text(diagnosis: Diagnosis) -> str:
 
 def page(diagnosis: Diagnosis) -> str:
     """One page of HTML that loads nothing."""
-    title = "Where a training step's time goes"
-    return as_html(_filled("page.j2", diagnosis), MARKDOWN, title, "diagnosis")
+    return as_html(_filled("page.j2", diagnosis), MARKDOWN, "Where a step's time goes", "diagnosis")
 
 
 def _filled(template: str, diagnosis: Diagnosis) -> str:

@@ -26,12 +26,13 @@ PREFETCHED = 2
 @dataclass(frozen=True)
 class Try:
     """The share of a step's time that a fix saved, its 95 % interval, and what became of the first
-    losses; `why` there is no measurement."""
+    losses; `holds`: it saves for sure, and leaves them; `why` there is no measurement."""
 
     measured: float | None = None
     low: float = 0.0
     high: float = 0.0
     losses: str = ""
+    holds: bool = False
     why: str = ""
 
 
@@ -80,22 +81,23 @@ def judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str,
     """What the runs before and after a fix say of it."""
     if why := next((run["why"] for run in [*before, *after] if "why" in run), ""):
         return Try(why=why)
-    times = ([run["step_ms"] for run in runs] for runs in (before, after))
-    return Try(*saved(*times), _losses(fix, before, after))
+    gain = saved(*([run["step_ms"] for run in runs] for runs in (before, after)))
+    return Try(*gain, *_losses(fix, before, after, gain[1] > 0))
 
 
-def _losses(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> str:
-    """What a fix does to the first losses, beside what differs from run to run anyway."""
+def _losses(fix: Fix, before: Sequence, after: Sequence, saves: bool) -> tuple[str, bool]:
+    """What a fix that `saves` does to the first losses, beside what differs from run to run anyway;
+    and whether it holds: it saves, and they stay what they are."""
     first = before[0]["losses"]
     noise, off = (max(_off(first, run["losses"]) for run in runs) for runs in (before, after))
     allowed = CLOSE["bf16" if "compile" in fix.changes else fix.changes.get("precision", "")]
     if not first:
-        return "no loss was seen"
+        return "no loss was seen", saves
     if noise > allowed:
-        return f"losses differ from run to run by {noise:.0%}: not compared, as no seed is set"
+        return f"losses differ from run to run by {noise:.0%}: no seed, not compared", saves
     if off <= allowed:
-        return f"the same losses to {off:.1%}"
-    return f"CHANGES the losses, by {off:.1%}: more than its precision explains"
+        return f"the same losses to {off:.1%}", saves
+    return f"CHANGES the losses, by {off:.1%}: more than its precision explains", False
 
 
 def _off(one: Sequence[float], other: Sequence[float]) -> float:

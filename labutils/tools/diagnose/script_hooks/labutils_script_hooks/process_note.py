@@ -17,10 +17,12 @@ from labutils_script_hooks import calls
 
 
 def save(path: str, facts: dict[str, Any]) -> None:
-    """A file of the hooks. It is there when it is whole: the process may be killed meanwhile."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(facts, file, default=str)
-    os.replace(path + ".new", path)
+    """A file of the hooks. It is there when it is whole: the process may be killed meanwhile. The
+    process may also outlive the diagnosis, which takes the folder away."""
+    with contextlib.suppress(FileNotFoundError):
+        with open(path + ".new", "w", encoding="utf-8") as file:
+            json.dump(facts, file, default=str)
+        os.replace(path + ".new", path)
 
 
 class ProcessNote:
@@ -34,7 +36,7 @@ class ProcessNote:
         atexit.register(self._write_the_end)
 
     def write(self, **facts: Any) -> None:
-        """Add facts and write all of them. A process may outlive the diagnosis and its folder."""
+        """Add facts and write all of them."""
         self.facts |= facts
         with contextlib.suppress(OSError):
             save(os.path.join(self.folder, f"process-{os.getpid()}.json"), self.facts)
