@@ -8,7 +8,7 @@
     sources          a record with its trace (`trace_pieces`) -> `evidence`
     budget           shares the step's time out
     fixes            the rules: each replays the step's queue of work (`step_queue`) with one thing
-                     changed; `fixes.yaml` has their words
+                     changed; `advice.yaml` has their words
     edits            the script's lines that a fix changes, and what to write in their place
     trial            runs the script again with fixes put in place from outside
     report           the diagnosis in words (`text.j2`), on a page (`page.j2`), for machines

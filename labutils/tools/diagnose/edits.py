@@ -1,6 +1,6 @@
 """The lines of a script that a fix changes, and what to write in their place.
 
-The script is read, never run or written. Calls get their arguments (fixes.yaml), lines that are
+The script is read, never run or written. Calls get their arguments (advice.yaml), lines that are
 known by number something in front of them; where attention is written out, its names are found.
 """
 

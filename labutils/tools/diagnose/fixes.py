@@ -2,7 +2,7 @@
 
 Each gain is predicted by itself, by replaying the step's queue with one thing changed. The gains of
 several don't add up: what one has saved, the next can't. So the best few are replayed together as
-well. A rule that has nothing to go by returns None. What the fixes say is in fixes.yaml.
+well. A rule that has nothing to go by returns None. What the fixes say is in advice.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Change = Callable[[Queue], Queue]
 
 @functools.cache
 def texts() -> dict[str, Any]:
-    return yaml.safe_load(Path(__file__).with_name("fixes.yaml").read_text("utf-8"))
+    return yaml.safe_load(Path(__file__).with_name("advice.yaml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Fix:
 
 
 def _fix(e: Evidence, name: str, after: Change, lines: Iterable[Line] = (), **facts: Any) -> Fix:
-    """A fix with its words of fixes.yaml. facts: what stands in them, and `changes` and `per`."""
+    """A fix with its words of advice.yaml. facts: what stands in them, and `changes` and `per`."""
     words, per = texts()[name], facts.pop("per", "step")
     changes = facts.pop("changes", words.get("changes", {}))
     reason, do = (words[part].format(**facts) for part in ("reason", "do"))
