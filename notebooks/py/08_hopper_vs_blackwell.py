@@ -343,9 +343,11 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f} ms")
 
 # %% [markdown]
-# **Measurement.** The course's loop does the same with Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step.
-# Four short texts, of 117 tokens, tell $c$. They are timed right before and right after the step that is predicted. Half the
-# difference of the two readings is the *error bar*.
+# On the H200 the first came out 19 % too short: the host decides it, and its $c$ came from another network.
+#
+# **Measurement.** The course's loop does the same with Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short
+# texts, of 117 tokens, tell $c$. They are timed right before and right after the step that is predicted. Half the difference of
+# the two readings is the *error bar*.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one after
 # the other, and asks the GPU for each which tokens belong to it. By default, transformers 5 groups them, as section 5 does.
@@ -397,10 +399,10 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 #
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
 # between kernels; if each is 1.5 µs, they are 18 of the missing 29 ms. The expert loop goes by the *host*. Launches take 1.39
-# s, waits and long kernels add 0.12. That is 6 % too long. In short texts the same operations launch 8 % less, so that $c$ is
-# read 8 % too long.
+# s, waits and long kernels add 0.12. That is 6 % too long. Short texts launch 8 % less for the same operations, which may
+# explain it.
 #
-# Both miss by more than their error bars: these know two readings, and another GPU of this host was at work.
+# Both miss by more than their error bars: a bar compares two readings only, and another GPU of this host was at work.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -472,8 +474,8 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped*, all of it, cut launches to an eighth and halved the kernels' time. The step fell to a sixth, far
-# outside *again*'s 0.90 to 1.05x. The two clocks are close now. So *captured* adds little, and *compiled* shortens kernels. On
-# a CPU *grouped* can be slower.
+# outside *again*'s 0.90 to 1.05x. A launch takes 35 µs here, 249 ms in all, and kernels 233. So *captured* adds little, and
+# *compiled* shortens kernels. On a CPU *grouped* can be slower.
 #
 # Pictures show two milliseconds of a forward pass, rare kernels taller and wider.
 
@@ -491,8 +493,7 @@ with lab.attempt("Host and GPU, from traces"):
 
 # %% [markdown]
 # The profiler slows the host. So even the dense model's kernels wait in the picture; without the profiler its GPU is busy for
-# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one call launches them all, and no kernel
-# waits.
+# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one call, the long bar, launches them all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -564,10 +565,10 @@ if flips:
 # %% [markdown]
 # The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's
 # launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %, today's by 6. Section 4's 8 % should show
-# here, too, and doesn't. The curve crosses the line at 3 to 7 µs more for a launch. The line, the Blackwell card with today's
-# host, is a scaling that nothing tests.
+# here and doesn't. The curve crosses the line at 3 to 7 µs more for a launch. The line, the Blackwell card with today's host,
+# is a scaling that nothing tests.
 #
-# The dense model's point at 50 µs lies 11 % below its curve, and below the line: its crossing lies further right.
+# The dense model's point at 50 µs lies 11 % below its curve, and below the line, which it would cross near 56.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -615,7 +616,7 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.2 times
-# apart. Our H200 really makes 10,085 examples per hour there, not 9,537.
+# apart.
 #
 # The Blackwell gives more per yen (PCIe's price, SXM5's speed). A kWh is counted at full rated power. Our H200 drew 242 of its
 # 700 W in the loop and 629 captured: for energy, trust the captured rows.
@@ -773,10 +774,10 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: 0.29 to 1.87 times the article's, on long texts all too low. On Qwen3-32B the H100 leads by 2.25, as
-# its peak does; the article's by 2.56. For 32 texts of gpt-oss the article's H100 needs two steps: $2nc$ if the host decides.
-# The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
-# above 45 µs padded, 19 at the mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
+# These counts are poor: 0.29 to 1.87 times the article's, on long texts all too low. On Qwen3-32B the H100 leads by its peak's
+# 2.25, by construction; the article's by 2.56. For 32 texts of gpt-oss the article's H100 needs two steps: $2nc$ if the host
+# decides. The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell}
+# / (2n)$: above 45 µs padded, 19 at the mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
 
@@ -799,8 +800,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only as QLoRA. Less its 10 %, the factor of 1.46
-# becomes 1.32, and padded 3.5 becomes 3.1. Up to 1.3 would count as agreement.
+# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only in 4 bits. Less QLoRA's 10 %, the verdict's
+# 1.46 becomes 1.32, just beyond its limit of 1.3; padded 3.5 becomes 3.1.
 #
 # On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, LoRA's 30 %. Padded
 # it doesn't lead: no verdict.
@@ -874,8 +875,7 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and
-# with texts of 861 tokens, 2 would take 69 GB and 4 take 115: too many, as the article says. But a pair of 2,048 tokens would
-# take 133.
+# with texts of 861 tokens, 2 would take 69 GB and 4 take 115: too many, as the article says. But two of 2,048 would take 133.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -891,16 +891,16 @@ lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too: the table's 70 GB
-# need more. PEFT doesn't say that three of seven names were not found. Print what was adapted; `target_parameters` names
-# parameters.
+# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too: 70 GB is what
+# 4-bit experts would take. PEFT doesn't say that three of seven names were not found. Print what was adapted;
+# `target_parameters` names parameters.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercise 1 stands in section 2. Each cell checks itself. `lab.solution("08.1")` shows how the first can be solved.
+# Exercise 1 stands in section 2; `lab.solution("08.1")` shows how. Each cell checks itself.
 #
 # **2.** A step has 8,000 launches of 12 µs and kernels of 150 ms. The host waits 800 times, evenly spread. How many ms does the
 # step take, and how many on a card that is twice as fast? Use the short form.
@@ -951,7 +951,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # ## What to read on
 # - NVIDIA: *H100 Tensor Core GPU Architecture*, 2022, and *RTX Blackwell PRO GPU Architecture*, 2025. Dense and sparse peaks.
 # - H. He: [Making Deep Learning Go Brrrr From First Principles](https://horace.io/brrr_intro.html), 2022.
-# - H. Zhu and others: *Daydream*, USENIX ATC 2020. What a change is worth, predicted from a trace.
+# - H. Zhu and others: *Daydream*, USENIX ATC 2020.
 # - PyTorch: [grouped_mm](https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html).
 #
 # Next: lab 09, precision and memory.
