@@ -183,8 +183,7 @@ def results_with_it(folder: Path, reference: Path, *stems: str) -> Path:
     stamp = {"schema": 1, "lab": "42", "commit": "c0ffee123456", "at": "2026-11-20T10:20:30+00:00"}
     run = {"run": "one", "status": "ok", "machine": machine, "versions": {"numpy": "2.5.2"}}
     stale = run | {"commit": "0ld", "machine": machine | {"cpu": "Another"}}
-    parameters = {"scale": "tiny", "weights": "random"}
-    done = {"status": "done", "seconds": 12.3, "parameters": parameters}
+    done = {"status": "done", "seconds": 12.3, "parameters": {"scale": "tiny", "weights": "random"}}
     lines = [json.dumps(stamp | record) for record in (stale, run, done)]
     records = (reference / "results.jsonl").read_text(encoding="utf-8")
     (folder / "results.jsonl").write_text(records + "\n".join(lines) + "\n", encoding="utf-8")

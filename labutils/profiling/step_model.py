@@ -212,10 +212,8 @@ def host_of(
     counts = Counter(launch.phase for launch in program.queue)
     if not counts:
         raise ValueError("The trace of the step holds no launch: nothing tells what one takes.")
-    if (
-        not program.takes_turns
-        and program.kernel_ms + program.copy_ms >= HOST_DECIDES_BELOW * step_ms
-    ):
+    busy_ms = program.kernel_ms + program.copy_ms
+    if not program.takes_turns and busy_ms >= HOST_DECIDES_BELOW * step_ms:
         return None
     spent = {phase: row["ms"] * program.steps for phase, row in phases.items()}
     spent[""] = spent.pop("unmarked", 0.0)

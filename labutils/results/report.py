@@ -104,14 +104,15 @@ def read_page(files: Iterable[Path]) -> Page:
     newest |= {r["lab"]: reading for r, reading in rows if r.get("status") == "done"}
     kept = [r for r, reading in rows if newest[r["lab"]] is reading]
     here = records.runs_of(kept)
-    judged_by = readings + [records.read_file(path) for path in records.reference_files()]
+    references = [records.read_file(path) for path in records.reference_files()]
+    ours = records.runs_of(record for reading in references for record in reading.records)
     return Page(
-        judgements=judges.judge_all(None, here, records.reference_runs()),
+        judgements=judges.judge_all(None, here, ours),
         here=here,
         files=[reading.path for reading in readings if reading in newest.values()],
         labs_done=sorted({r["lab"] for r in kept if r.get("status") == "done"}),
         records=kept,
-        passed_over=[reading.complaint() for reading in judged_by if reading.passed_over],
+        passed_over=[r.complaint() for r in (*readings, *references) if r.passed_over],
         migrated=sum(reading.migrated for reading in readings),
     )
 

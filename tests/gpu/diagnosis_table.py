@@ -207,13 +207,14 @@ def told(runs: Runs) -> str:
     for run in fixes:
         predicted_ms = bases[run.tags["script"]] * (1 - run.metrics["predicted"])
         by_hand_ms = float(np.median(run.samples["by_hand_ms"]))
+        off = by_hand_ms / predicted_ms - 1
         if max(map(run.metric, ("predicted", "by_hand"))) >= TESTS:
-            offs.append(abs(by_hand_ms / predicted_ms - 1))
+            offs.append(abs(off))
         row = {"script": run.tags["script"], "fix": run.tags["fix"]}
         row |= {"predicted": f"{run.metrics['predicted']:.0%}", "--try": _percent(run, "tried")}
         row |= {"by hand": _percent(run, "by_hand"), "base again": _percent(run, "again")}
         row |= {"predicted, ms": f"{predicted_ms:.1f}", "by hand, ms": f"{by_hand_ms:.1f}"}
-        rows.append(row | {"off by": f"{by_hand_ms / predicted_ms - 1:+.0%}"})
+        rows.append(row | {"off by": f"{off:+.0%}"})
     lines = [pd.DataFrame(rows).to_string(index=False), ""]
     lines += [f"{run.run}: {run.status}" for run in runs if not run.ok]
     close, worst = sum(off <= CLOSE for off in offs), max(offs, default=0)

@@ -84,18 +84,17 @@ def watch(
     """
     stages = stages or Stages()
     with working_folder() as folder:
-        more = {"folder": folder, "keep_going": keep_going}
-        exit_code = run_with_hooks(command, vars(stages) | more)
+        code = run_with_hooks(command, vars(stages) | {"folder": folder, "keep_going": keep_going})
         for record in hook_files(folder, "record"):
             trace = record.with_name(record.name.replace("record", "trace"))
             if trace.exists():
                 try:
                     facts = json.loads(record.read_text("utf-8"))
-                    return Watched(exit_code, of_record(facts, Trace.read(trace)))
+                    return Watched(code, of_record(facts, Trace.read(trace)))
                 except ValueError as error:  # a full disk cuts it off
                     raise NoDiagnosis(str(error)) from None
-        why = _why(command, exit_code, hook_notes(folder, "process"), stages)
-        raise NoDiagnosis(why, STOPPED if exit_code == STOPPED else 1)
+        why = _why(command, code, hook_notes(folder, "process"), stages)
+        raise NoDiagnosis(why, STOPPED if code == STOPPED else 1)
 
 
 def hook_files(folder: str, kind: str) -> list[Path]:

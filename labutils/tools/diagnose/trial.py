@@ -82,21 +82,22 @@ def judged(fix: Fix, before: Sequence[dict[str, Any]], after: Sequence[dict[str,
     if why := next((run["why"] for run in [*before, *after] if "why" in run), ""):
         return Try(why=why)
     gain = saved(*([run["step_ms"] for run in runs] for runs in (before, after)))
-    return Try(*gain, *_losses(fix, before, after, gain[1] > 0))
+    losses, kept = _losses(fix, before, after)
+    return Try(*gain, losses, holds=gain[1] > 0 and kept)
 
 
-def _losses(fix: Fix, before: Sequence, after: Sequence, saves: bool) -> tuple[str, bool]:
-    """What a fix that `saves` does to the first losses, beside what differs from run to run anyway;
-    and whether it holds: it saves, and they stay what they are."""
+def _losses(fix: Fix, before: Sequence, after: Sequence) -> tuple[str, bool]:
+    """What a fix does to the first losses, beside what differs from run to run anyway, and whether
+    it leaves them, as far as can be told."""
     first = before[0]["losses"]
     noise, off = (max(_off(first, run["losses"]) for run in runs) for runs in (before, after))
     allowed = CLOSE["bf16" if "compile" in fix.changes else fix.changes.get("precision", "")]
     if not first:
-        return "no loss was seen", saves
+        return "no loss was seen", True
     if noise > allowed:
-        return f"losses differ from run to run by {noise:.0%}: no seed, not compared", saves
+        return f"losses differ from run to run by {noise:.0%}: no seed, not compared", True
     if off <= allowed:
-        return f"the same losses to {off:.1%}", saves
+        return f"the same losses to {off:.1%}", True
     return f"CHANGES the losses, by {off:.1%}: more than its precision explains", False
 
 
