@@ -89,6 +89,6 @@ def test_the_table_of_predictions_trials_and_hand_edits(tmp_path, monkeypatch):
 
 
 def test_the_table_in_docs_is_that_of_its_records():
-    found = runs_of(read_file(REPOSITORY / "reference" / "h200" / "diagnosis.jsonl").records)
+    found = runs_of(read_file(REPOSITORY / "reference" / "h100" / "diagnosis.jsonl").records)
     page = (REPOSITORY / "docs" / "diagnosis.md").read_text("utf-8")
     assert diagnosis_table.told(found.of_newest_host()) in page
