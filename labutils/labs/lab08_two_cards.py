@@ -13,11 +13,11 @@ def two_cards(steps: pd.DataFrame, end: str = "") -> dict[str, float]:
     batches, whose name is the `end` of every metric's.
 
     steps: a row for each "model" ("dense", "moe"), "texts" ("short", "long") and "card", with
-    "kernels, s" and "step, s", "examples/h", and the article's "A3". `.._off` is by which factor
-    the worse of the two cards' counts differs from the article's.
+    "kernels, s" and "step, s", and "examples/h" of the model and of the "article". `.._off` is by
+    which factor the worse of the two cards' counts differs from the article's.
     """
     by = steps.set_index(["model", "texts", "card"])
-    factor = by["examples/h"] / by["A3"]
+    factor = by["examples/h"] / by["article"]
     off = np.maximum(factor, 1 / factor).groupby(["model", "texts"]).max()
     metrics = {f"{model}_{kind}_off": value for (model, kind), value in off.items()}
     rate, idle = by["examples/h"], by["step, s"] - by["kernels, s"]

@@ -61,6 +61,7 @@ from labutils.course.lab import open_lab
 lab = open_lab("08", globals())
 
 # %%
+import math
 import time
 import warnings
 from functools import partial
@@ -81,6 +82,7 @@ from labutils.course import plots
 from labutils.data.texts import LONG, SHORT, expected_longest
 from labutils.labs import lab08_launch_bound
 from labutils.labs.lab08_two_cards import BLACKWELL, H100, two_cards
+from labutils.profiling import step_model
 from labutils.profiling.gpu_specs import find_spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.launch_queue import Queued, root
@@ -222,7 +224,7 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def host_us(call, times=300):  # fewer than 1,024: a full queue would make the host wait
+def host_us(call, times=300):  # of short kernels: a full queue would make it wait
     for _ in range(20):
         call()
     synchronize()
@@ -295,6 +297,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
 # step that the host decides. Here that is a thin network, and then a wider one is predicted. On a CPU $c$ means nothing.
+
 
 # %%
 def queue_of(profiler):
@@ -384,7 +387,7 @@ study("moe", "expert loop", delays=(0, 20))
 # %%
 columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "error_bar_percent")
 columns += ("step_ms", "floor_ms", "off_by_percent", "by")
-plain = dict.fromkeys(("variant", "delay_us", "again"), False)
+plain = {"variant": False, "delay_us": False}
 loops = [step.run for step in studied.values() if step.run.has(**plain)]
 lab.show(loops, columns, experiment="steps", **plain)
 off = {run.label: abs(run.metric("off_by_percent")) for run in loops}
@@ -449,6 +452,20 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
 
 # %% [markdown]
+# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call (lab 04).
+
+# %%
+with lab.attempt("A CUDA graph of grouped"):
+    if not on_gpu:
+        raise Unavailable("CUDA graphs need an NVIDIA GPU")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = grouped(x, chosen)  # of expert_loop it would fail: the host can't wait in a graph
+    graph.replay()
+    torch.testing.assert_close(out, grouped(x, chosen))
+    print(f"grouped, captured: 1 launch, {host_us(graph.replay, 50):.0f} µs")
+
+# %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel,
 # packed texts and a fused AdamW; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks,
 # plain adapters and a loss that never forms all logits. *again* is the loop, timed once more after the slow hosts.
@@ -467,7 +484,8 @@ for workload in texts["moe"].values():
     workload.release_weights()
 
 # %%
-columns = ("launches", "kernels_ms", "step_ms", "speed-up", "floor_ms")
+columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "step_ms", "speed-up")
+columns += ("floor_ms", "power_w")
 of = {"model": "moe", "texts": "long", "delay_us": False}
 ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
@@ -526,6 +544,7 @@ for delay_us in (0, 20, 100):
 #
 # **Measurement.** Section 4 has timed its steps beside slower hosts, and read $c$ beside each.
 
+
 # %%
 def level_us(step, rival_ms):
     """Extra µs a launch until `step` takes as long; the same if its replay is as far off as it was."""
@@ -552,9 +571,11 @@ for family in dict.fromkeys(run.tags["model"] for run in slowed):
 # %%
 fig, ax = plt.subplots(figsize=(7.2, 4))
 plots.slower_hosts(ax, predicted, measured, levels)
+for family, (us, *_) in flips.items():
+    ax.plot(us, levels[f"{family} on the {BLACKWELL}, predicted"], "kx")
 ax.set_xlabel("extra host time for a launch, µs")
 plt.show()
-columns = ("host_us", "predicted_ms", "step_ms", "off_by_percent")
+columns = ("host_us", "predicted_ms", "error_bar_percent", "step_ms", "off_by_percent")
 lab.show(slowed, columns, experiment="steps", delay_us=(0.0, 20.0))
 for family, (us, low, high) in flips.items():
     print(f"{family}: the Blackwell card draws level at {us:.1f} µs more ({low:.1f} to {high:.1f})")
@@ -580,6 +601,33 @@ if flips:
 #
 # **Technique.** Scale each kernel by what bounds it: products and attention by the dense peak, everything else by bandwidth.
 # Then replay the queue.
+
+
+# %%
+def times_as_fast(kind, there, here, flops_a_byte):
+    """How many times as fast such kernels are on the card `there` as on the card `here`."""
+    if kind == "copy":  # over a link, the same for all
+        return 1.0
+    if kind not in ("GEMM", "attention"):
+        return there.bandwidth / here.bandwidth
+    attainable = lambda card: min(card.dense["bf16"], flops_a_byte * card.bandwidth / 1e3)
+    return attainable(there) / attainable(here)  # TFLOP/s
+
+
+# %%
+with lab.attempt("Kernels by kind"):
+    if not (on_gpu and here):
+        raise Unavailable("kernels are scaled from a GPU with a data sheet")
+    step, kinds = studied["moe, texts long"], []
+    flops_a_byte = step.work.flops / step.work.bytes
+    for kind, (ms, count) in step.program.work.items():
+        row = {"expert loop": kind, "ms a step": ms / step.program.steps}
+        for name in CARDS:
+            row[name] = times_as_fast(kind, find_spec(name), here, flops_a_byte)
+            course = step_model.scale(kind, find_spec(name), here, "bf16", flops_a_byte)
+            assert math.isclose(row[name], course)
+        kinds.append(row)
+    lab.table(pd.DataFrame(kinds))
 
 # %%
 cards = None
@@ -610,8 +658,9 @@ for way, by_card in bars.items():
     for name, ms in by_card.items():
         hourly, kilowatts = 3.6e6 * 4 / ms, find_spec(name).tdp_w / 1e3
         yen = prices.get(name, np.nan) / (years * 365 * hours_a_day) + kilowatts * yen_per_kwh
-        each = {"": f"{way}, {name}", "examples/h": hourly, "a night of 8 h": 8 * hourly}
-        worth.append(each | {"a kWh": hourly / kilowatts, "a yen": hourly / yen})
+        each = {"examples/h": hourly, "a kWh": hourly / kilowatts, "a yen": hourly / yen}
+        rounded = {what: float(f"{value:.2g}") for what, value in each.items()}
+        worth.append({"": f"{way}, {name}", "predicted, ms": ms} | rounded)
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
@@ -720,6 +769,8 @@ basis = {
 dense_size, moe_size = QWEN3[basis["dense"].scale], GPT_OSS[basis["moe"].scale]
 grown = {"dense": 64 / dense_size.layers}
 grown["moe"] = law(36, 128) / law(moe_size.layers, moe_size.experts)
+for family, step in basis.items():
+    print(f"{family}: kernels reach {step.metric('reached'):.0%} of the dense peak")
 
 
 def large_step(name, family, tokens):
@@ -738,7 +789,7 @@ heads = (
     "texts",
     "card",
     "tokens",
-    "A3",
+    "article",
     "kernels, s",
     "host, s",
     "step, s",
@@ -763,11 +814,11 @@ for reading, padded in {"": True, "_mean": False}.items():
     by_card = both_cards(padded)
     found |= two_cards(by_card, reading)
     lab.show(f"**{'Padded to the longest' if padded else 'At the mean length'}**, predicted")
-    lab.table(by_card[by_card["texts"] == "long"].drop(columns="texts"))
+    lab.table(by_card)
     us = basis["moe"].metric("host_us")
     tie_us = us * by_card["kernels, s"].iloc[-2] / 2 / by_card["host, s"].iloc[-1]
     print(f"The Blackwell card draws level where a launch takes {tie_us:.0f} µs. Here: {us:.0f}.")
-    near = by_card["examples/h"] / by_card["A3"]
+    near = by_card["examples/h"] / by_card["article"]
     print(f"All eight counts: {near.min():.2f} to {near.max():.2f} times the article's.")
 if mine:
     lab.keep(Run("08", "two cards", metrics=found, tags={"experiment": "model of two cards"}))
@@ -872,6 +923,13 @@ lab.table(pd.DataFrame(peaks))
 tags = {"experiment": "model of memory"}
 lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
+
+# %%
+gb = memory_gb(QWEN3_32B, 1, **methods["QLoRA, not checkpointed"])  # of 2,048 tokens
+held, a_token = gb["weights"] + gb["adapters"], (gb["activations"] + gb["logits"]) / 2048
+for batch, tokens in product((2, 4), (861, 2048)):
+    peak = held + batch * tokens * a_token
+    print(f"QLoRA, not checkpointed, batch {batch}, texts of {tokens} tokens: {peak:.0f} GB")
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and

@@ -16,7 +16,7 @@ from labutils.workloads.decoder_flops import attended_pairs, count_flops, decode
 def test_two_cards_by_their_counts():
     """Twice as many examples an hour as published, and half as many: both are off by 2."""
     steps = [
-        {"model": model, "texts": texts, "card": card, "A3": 100.0, "examples/h": count}
+        {"model": model, "texts": texts, "card": card, "article": 100.0, "examples/h": count}
         | {"kernels, s": 1.0, "step, s": 2.0 if card == H100 else 1.5}
         for model in ("dense", "moe")
         for texts in ("short", "long")
