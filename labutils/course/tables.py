@@ -24,7 +24,7 @@ HEADINGS = {
     "syncs_per_step": "synchronisations a step",
     "mfu": "MFU",
 }
-UNITS = {"ms": "ms", "us": "µs", "s": "s", "gb": "GB", "mb": "MB", "percent": "%"}
+UNITS = {"ms": "ms", "us": "µs", "s": "s", "gb": "GB", "mb": "MB", "w": "W", "percent": "%"}
 SPEED_UP = "speed-up"
 """A column that isn't a metric: the time of the base's step over that of the row's."""
 

@@ -4,10 +4,10 @@
         step.run.metrics["predicted_ms"], step.run.metric("step_ms")
 
 One trainer serves two batches: four texts of the dataset's mean length, and four short ones.
-Batches are fixed, as a step's time is predicted from a trace of the same work. The host's time a
-launch comes from the step on short texts, which the host decides. A host's speed changes, so that
-step is read right before and right after the one that it predicts, and the prediction takes the
-host halfway between.
+Batches are fixed, as a step's time is predicted from a trace of the same work. The host's time
+comes from the step on short texts, which the host decides. A host's speed changes, so that step is
+read right before and right after the one that it predicts, and the prediction takes the host
+halfway between.
 
 Nothing is timed before the profiler has run. After its first trace CUPTI stays attached to the
 process and slows launches (https://github.com/pytorch/pytorch/issues/144455): a step read before
@@ -113,8 +113,8 @@ class PredictedStep:
 
 
 class HostStep:
-    """A step that the host decides: the same model on short texts. It tells what a launch takes the
-    host."""
+    """A step that the host decides: the same model, and so the same operations, on short texts. It
+    tells what a launch of another step takes the host."""
 
     def __init__(self, step: OnOneBatch) -> None:
         self.step = step
@@ -123,11 +123,12 @@ class HostStep:
         trace = step.traced()
         self.program, self.phases = Program.of(trace), trace.host_breakdown()
 
-    def read(self) -> Host | None:
-        """What a launch takes now, by the median of a few steps, after one to come back to it. None
-        where the GPU decides even this step."""
+    def read(self, program: Program) -> Host | None:
+        """What a launch of `program` takes now, by the median of a few steps, after one to come
+        back. None where the GPU decides even this step."""
         step_ms = statistics.median(self.step.timed(self.repeats, warmup=1))
-        return step_model.host_of(self.program, self.phases, step_ms)
+        host = step_model.host_of(self.program, self.phases, step_ms)
+        return host and host.spread(self.program, program)
 
 
 def study(
@@ -187,10 +188,10 @@ def predict_and_measure(
         gc.collect()  # a trace is a hundred thousand objects
     else:
         program, work, lanes = traced.program, traced.work, traced.lanes
-    before = short and short.read()
+    before = short and short.read(program)
     with Energy() as energy:
         samples = step.timed(steps, warmup=1)
-    after = short and short.read()
+    after = short and short.read(program)
     if not (learnt := before is not None and after is not None):
         before = after = Host(probe_machine("launch_us").median("launch_us") / 1e3)
     host = before.halfway_to(after)

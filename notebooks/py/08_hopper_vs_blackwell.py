@@ -620,7 +620,7 @@ with lab.attempt("Kernels by kind"):
         raise Unavailable("kernels are scaled from a GPU with a data sheet")
     step, kinds = studied["moe, texts long"], []
     flops_a_byte = step.work.flops / step.work.bytes
-    for kind, (ms, count) in step.program.work.items():
+    for kind, (ms, _) in step.program.work.items():
         row = {"expert loop": kind, "ms a step": ms / step.program.steps}
         for name in CARDS:
             row[name] = times_as_fast(kind, find_spec(name), here, flops_a_byte)
