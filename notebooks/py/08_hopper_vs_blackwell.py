@@ -22,23 +22,21 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You have one card, or none. So you write a model of ten lines that predicts a step. On our H200 the course's longer version
-# came within 8 % of two steps that it had not seen. Then you ask it about other cards, and see which answers survive.
+# You write a model of ten lines that predicts a step, and ask it about cards that you don't have. On our H200 the course's
+# longer version came within 8 % of ten steps that it had not seen.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
 # - write the two-clock replay of a step, and fill it from a trace;
 # - estimate what a launch takes your host, and say which clock a step goes by;
 # - turn a loop over experts into one grouped product;
-# - say how slow a host must be for one card to overtake another;
-# - hold an assumption against a bound;
 # - work out whether weights and training fit a card.
 #
 # | scale | needs | time |
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB: gpt-oss-20b as the library runs it takes 82 GB | 5 minutes |
+# | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 5 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
 # are predicted from our H200's steps.
@@ -167,7 +165,7 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 # - Where the host reads a result, it *waits*: its clock jumps to the GPU's.
 #
 # That is the *replay*. If all $n$ launches are alike, with kernels of $K$ in all and $w$ waits evenly spread, it has a short
-# form. At each wait only one side works, for one kernel or one launch, whichever is shorter:
+# form. Each wait adds one kernel or one launch, whichever is shorter:
 #
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
@@ -275,8 +273,8 @@ for name, call in calls.items():
     print(f"{name}: {mine.operations} operations, {each:.1f} µs each")
 
 # %% [markdown]
-# The $c$ of a training step comes from a step that the host decides: the same model on *short* texts. The host does the same
-# operations for them, and the kernels take little. $c$ is chosen so that the replay of the short step gives its measured time.
+# The $c$ of a training step comes from a step that the host decides: the same model on *short* texts. Their kernels take
+# little, and the host does the same operations, so it takes as long. That time, over the launches of the long step, is $c$.
 #
 # **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
@@ -287,8 +285,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** On the H200 an operation takes the host 6 µs as `x.neg_()`, about ten times that with autograd and adapters:
-# `backward()` itself costs. From here on, launches are counted.
+# **Takeaway.** On the H200 an operation takes the host 5 µs as `x.neg_()`, and five times that with autograd and adapters, as
+# 13 operations share what `backward()` itself costs. From here on, launches are counted.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -296,7 +294,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 # **Question.** How well does the replay predict a step that it never timed?
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
-# step that the host decides. Here that is a thin network, and then a wider one is predicted. On a CPU $c$ means nothing.
+# thin network, whose step the host decides. Wider ones are predicted. On a CPU $c$ means nothing.
 
 
 # %%
@@ -346,11 +344,12 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f} ms")
 
 # %% [markdown]
-# On the H200 the first came out 19 % too short: the host decides it, and its $c$ came from another network.
+# On the H200 the first came out 30 % too short: the host decides it, and its $c$ came from another network.
 #
-# **Measurement.** The course's loop does the same with Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short
-# texts, of 117 tokens, tell $c$. They are timed right before and right after the step that is predicted. Half the difference of
-# the two readings is the *error bar*.
+# **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a queue of 1,024 launches. It follows
+# Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed right
+# before and right after the step that is predicted. Half the difference of the two readings is the *error bar*. *again* is the
+# same step, minutes later.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one after
 # the other, and asks the GPU for each which tokens belong to it. By default, transformers 5 groups them, as section 5 does.
@@ -398,14 +397,11 @@ print(f"{len(beyond)} of {len(loops)} predictions are off by more than their err
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# *floor* is the least time at this card's measured rates.
-#
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
-# between kernels; if each is 1.5 µs, they are 18 of the missing 29 ms. The expert loop goes by the *host*. Launches take 1.39
-# s, waits and long kernels add 0.12. That is 6 % too long. Short texts launch 8 % less for the same operations, which may
-# explain it.
+# between kernels, which we did not measure. The expert loop goes by the *host*. Launches take 1.04 s, waits and long kernels
+# add 0.12. That is within 1 %.
 #
-# Both miss by more than their error bars: a bar compares two readings only, and another GPU of this host was at work.
+# Three of four miss by more than their error bars. A bar knows how the host drifts, and nothing of what the replay leaves out.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -467,10 +463,10 @@ with lab.attempt("A CUDA graph of grouped"):
 
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel,
-# packed texts and a fused AdamW; *captured*, the same as one CUDA graph (lab 04); *compiled*, captured with compiled blocks,
-# plain adapters and a loss that never forms all logits. *again* is the loop, timed once more after the slow hosts.
+# packed texts, a fused AdamW and no loss read in between; *captured*, the same as one CUDA graph; *compiled*, captured with
+# compiled blocks, plain adapters and a loss that never forms all logits.
 #
-# **Your prediction:** how many times as fast as the loop is a step with *grouped* experts?
+# **Your prediction:** how many times as fast as the loop is *grouped*, all five changes?
 
 # %%
 my_grouped: float | None = None  # for example 1.2
@@ -491,11 +487,12 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped*, all of it, cut launches to an eighth and halved the kernels' time. The step fell to a sixth, far
-# outside *again*'s 0.90 to 1.05x. A launch takes 35 µs here, 249 ms in all, and kernels 233. So *captured* adds little, and
-# *compiled* shortens kernels. On a CPU *grouped* can be slower.
+# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a fifth, far outside *again*'s
+# 0.94 to 1.06x. Launches now take the host 172 ms, and kernels 234: the GPU decides. So *captured* adds little, and *compiled*
+# shortens kernels. What grouping alone gives was not measured. On a CPU *grouped* can be slower.
 #
-# Pictures show two milliseconds of a forward pass, rare kernels taller and wider.
+# Pictures show two milliseconds of a forward pass. Where the host's row is white, Python is at work. Rare kernels are drawn
+# wider than they last.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -540,7 +537,8 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour doubled the step. Delays cost 1.5 and 1.3 times their sum. So $c$ is read anew below.
+# On the H200 the detour alone made the step 1.7 times as long. Delays added 1.1 and 1.3 times their sum to that; we don't know
+# why. So $c$ is read anew below.
 #
 # **Measurement.** Section 4 has timed its steps beside slower hosts, and read $c$ beside each.
 
@@ -584,12 +582,11 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. Left of a crossing this card wins. On the H200 the expert loop's
-# launches took 1.9 and 2.6 times as long, and the curve misses these steps by 1 %, today's by 6. Section 4's 8 % should show
-# here and doesn't. The curve crosses the line at 3 to 7 µs more for a launch. The line, the Blackwell card with today's host,
-# is a scaling that nothing tests.
+# The last column says how far a curve misses the points. Left of a crossing, the x, this card wins. On the H200 the expert
+# loop's launches took 1.9 and 2.8 times as long, and the curve misses these steps by 3 %. It crosses the line at 5 µs more for
+# a launch. The line, the Blackwell card with today's host, is a scaling that nothing tests.
 #
-# The dense model's point at 50 µs lies 11 % below its curve, and below the line, which it would cross near 56.
+# The dense model's points lie 8 % above its curve, at both ends.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -599,8 +596,8 @@ if flips:
 # **Question.** How long would the same step take on other cards, each with this machine's host? What does a card give for its
 # power and price?
 #
-# **Technique.** Scale each kernel by what bounds it: products and attention by the dense peak, everything else by bandwidth.
-# Then replay the queue.
+# **Technique.** Scale each kernel by what bounds it: products and attention by the dense peak, as far as their FLOPs a byte
+# reach it, everything else by bandwidth. No kernel gets shorter than an empty one. Then replay the queue.
 
 
 # %%
@@ -664,11 +661,11 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.2 times
+# Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.3 times
 # apart.
 #
-# The Blackwell gives more per yen (PCIe's price, SXM5's speed). A kWh is counted at full rated power. Our H200 drew 242 of its
-# 700 W in the loop and 629 captured: for energy, trust the captured rows.
+# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed here. A kWh is counted at full rated
+# power. Our H200 drew 278 of its 700 W in the loop and 656 captured: for energy, trust the captured rows.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -725,7 +722,7 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 
 # %% [markdown]
 # Padded, the article's 9,200 would be 96 % of the H100's peak. No training step comes so near. Without checkpointing 32 such
-# texts fit no card: the batches were probably shorter. So everything below is computed twice, *padded* and *at the mean
+# texts fit no card (section 9): the batches were probably shorter. So everything below is computed *padded* and *at the mean
 # length*. Where the two disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
@@ -755,8 +752,9 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 
 # %% [markdown]
 # **The prediction.** Kernels reach the smaller sibling's share of the dense peak: 29 and 10 %. Launches grow by the law, and by
-# half for checkpointing. $c$ and the share of waits are the sibling's. Then section 2's short form. A batch has the article's
-# 32 texts. Of gpt-oss the H100 takes 16, as the article found that 32 don't fit.
+# half for checkpointing. $c$ and the share of waits are the sibling's, in the loop over experts: we assume that the article's
+# ran so. Then section 2's short form. A batch has the article's 32 texts. Of gpt-oss the H100 takes 16, as the article found
+# that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -825,12 +823,15 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: 0.29 to 1.87 times the article's, on long texts all too low. On Qwen3-32B the H100 leads by its peak's
-# 2.25, by construction; the article's by 2.56. For 32 texts of gpt-oss the article's H100 needs two steps: $2nc$ if the host
-# decides. The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell}
-# / (2n)$: above 45 µs padded, 19 at the mean length. At section 4's 23 µs it loses at the mean length, and wins padded.
+# These counts are poor: 0.29 to 1.87 times the article's. The shares of the peak are those of 4 texts. Products of 32 probably
+# reach more. On Qwen3-32B the H100 leads by its peak's 2.25, by construction; the article's by 2.56.
 #
-# **The test.** Lab 07 trains Qwen3-32B on an H200. How far off is this section's model there?
+# On gpt-oss the article says 1.3 for the Blackwell card, and its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if
+# the host decides. The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c >
+# K_\text{Blackwell} / (2n)$: above 45 µs padded, 19 at the mean length. At this host's 18 µs it wins both. On two slower hosts
+# the Blackwell card led at the mean length, by 1.2 and 1.4. The verdict hangs on the host.
+#
+# **The test.** Lab 07 trains Qwen3-32B on an H200.
 
 # %%
 recorded = [*records.read_runs(records.REFERENCE), *records.read_runs(lab.results_dir)]
@@ -851,11 +852,9 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 10 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only in 4 bits. Less QLoRA's 10 %, the verdict's
-# 1.46 becomes 1.32, just beyond its limit of 1.3; padded 3.5 becomes 3.1.
-#
-# On gpt-oss-120b at the mean length, Blackwell's lead of 1.21 would be 1.54 with kernels 1.3 times as fast, LoRA's 30 %. Padded
-# it doesn't lead: no verdict.
+# On the H200 it predicts 11 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only in 4 bits. If it is 11 % too long for the
+# H100 as well, the article's count at the mean length is 1.32 times the model's, not 1.46. The verdict's limit is 1.3: they
+# nearly agree.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -890,7 +889,7 @@ lab.verdict("A3.120b.weights")
 # 117 billion times half a byte is 58 GB: the article is off by a factor of two.
 #
 # **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its
-# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: drivers report 102 for "96", 85 for "80".
+# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: a card sold with 96 has 102, one with 80 has 85.
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
@@ -932,8 +931,8 @@ for batch, tokens in product((2, 4), (861, 2048)):
     print(f"QLoRA, not checkpointed, batch {batch}, texts of {tokens} tokens: {peak:.0f} GB")
 
 # %% [markdown]
-# The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, and
-# with texts of 861 tokens, 2 would take 69 GB and 4 take 115: too many, as the article says. But two of 2,048 would take 133.
+# The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it 2
+# texts of 861 tokens fit and 4 don't, as the article says. Of 2,048 tokens not even 2 would fit.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -949,16 +948,16 @@ lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too: 70 GB is what
-# 4-bit experts would take. PEFT doesn't say that three of seven names were not found. Print what was adapted;
-# `target_parameters` names parameters.
+# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too. So the table's 70
+# GB aren't reached: experts in 16 bits take 229. PEFT doesn't say that three of seven names were not found: print what was
+# adapted.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercise 1 stands in section 2; `lab.solution("08.1")` shows how. Each cell checks itself.
+# Exercise 1 stands in section 2; `lab.solution("08.1")` shows how.
 #
 # **2.** A step has 8,000 launches of 12 µs and kernels of 150 ms. The host waits 800 times, evenly spread. How many ms does the
 # step take, and how many on a card that is twice as fast? Use the short form.
@@ -968,8 +967,8 @@ my_steps = None  # (this card, the faster one), for example (200, 100)
 print(check("08.2", my_steps))
 
 # %% [markdown]
-# **3.** Card A's kernels take 2.25 times as long as card B's, for the same batch. Host and launches are the same. B's memory
-# holds only half of A's batch. If the host decides on both, how many times as many examples an hour does A give?
+# **3.** Card A's kernels take 2.25 times as long as card B's, but B's memory holds only half of A's batch. The host decides on
+# both, with the same launches. How many times as many examples an hour does A give?
 
 # %% tags=["exercise"]
 my_ratio = None  # your number
@@ -978,7 +977,7 @@ print(check("08.3", my_ratio))
 # %% [markdown]
 # **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; index // 4
 # is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
-# `theirs._apply_gate`. `theirs` takes one expert after the other. Use grouped products, twice as fast.
+# `theirs._apply_gate`.  Use grouped products, twice as fast as `theirs`. `index_add_` sums a token's four.
 
 # %% tags=["exercise"]
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -1010,7 +1009,6 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # - NVIDIA: *H100 Tensor Core GPU Architecture*, 2022, and *RTX Blackwell PRO GPU Architecture*, 2025. Dense and sparse peaks.
 # - H. He: [Making Deep Learning Go Brrrr From First Principles](https://horace.io/brrr_intro.html), 2022.
 # - H. Zhu and others: *Daydream*, USENIX ATC 2020.
-# - PyTorch: [grouped_mm](https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.grouped_mm.html).
 #
 # Next: lab 09, precision and memory.
 
