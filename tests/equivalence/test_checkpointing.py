@@ -86,8 +86,7 @@ def packed(query, key, value, boundaries):
 
 
 def with_sinks(query, key, value, boundaries):
-    sinks = torch.zeros(4, device="meta")
-    return _with_sinks(query, key, value, sinks, boundaries, 5, 0.25, 0)[0]
+    return _with_sinks(query, key, value, torch.zeros(4, device="meta"), boundaries, 5, 0.25, 0)[0]
 
 
 @pytest.mark.parametrize(

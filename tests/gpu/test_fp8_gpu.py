@@ -89,9 +89,8 @@ def test_fast_accumulation_costs_little_against_the_rounding():
 )
 def test_every_kind_that_is_here_trains(kind, adapter):
     model, plain = (language_model(adapter, 256, "cuda", torch.bfloat16) for _ in range(2))
-    names = frozen_linears(model, skip=("lm_head",))
     try:
-        convert_base(model, names, kind)
+        convert_base(model, frozen_linears(model, skip=("lm_head",)), kind)
     except Unavailable as error:
         pytest.skip(str(error))
     ids = torch.randint(512, (4, 32), device="cuda")

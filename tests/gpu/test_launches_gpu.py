@@ -50,8 +50,8 @@ def test_the_queue_holds_every_kernel_of_the_trace(moe):
         trace = there.traced()
     program, counted = Program.of(trace), trace.launches()
     kernels = sum(count for kind, (_, count) in program.work.items() if kind != "copy")
-    per_step = kernels / program.steps  # fills count as kernels
-    assert per_step == pytest.approx(counted["kernels"], rel=0.1)
+    # Fills count as kernels.
+    assert kernels / program.steps == pytest.approx(counted["kernels"], rel=0.1)
     assert program.launches == pytest.approx(counted["launches"] + counted["copy_calls"], rel=0.1)
     assert program.waits > 10  # the loop asks which experts were chosen
 

@@ -90,8 +90,7 @@ def gpu_step() -> lab08.PredictedStep:
     """A step that was traced on an H200: 100 products of 1 ms, and launches of 0.2 ms."""
     program = Program(tuple(Launch("", (("GEMM", 1.0, 1),), False) for _ in range(100)), 1)
     run = Run("08", "moe long", recipe={"precision": "bf16"}, metrics={"step_ms": 100.0})
-    work = Work(flops=1e15, bytes=1e9, examples=4)
-    return lab08.PredictedStep(run, program, Host(0.2), work)
+    return lab08.PredictedStep(run, program, Host(0.2), Work(flops=1e15, bytes=1e9, examples=4))
 
 
 def test_a_step_on_another_card_and_beside_a_slow_host():
@@ -100,5 +99,4 @@ def test_a_step_on_another_card_and_beside_a_slow_host():
     assert (step.beside(0), step.beside(5000)) == pytest.approx((100, 520))
     for name, ms in {"RTX PRO 6000 Blackwell Max-Q": 100 * 989.4 / 438.9, "B200": 44}.items():
         assert step.on(find_spec(name), here) == pytest.approx(ms, rel=1e-2)
-        slow = replace(step, host=Host(5.2))
-        assert slow.on(find_spec(name), here) == pytest.approx(520)
+        assert replace(step, host=Host(5.2)).on(find_spec(name), here) == pytest.approx(520)

@@ -68,8 +68,7 @@ def test_what_is_on_record_says_what_kind_of_run_it_was():
     runs += [Run("03", "b", at="2026-05-06T07:08:09+00:00")]
     table = scoreboard.on_record(Runs(runs), ["03"], TITLES)
     assert list(table["here"]) == ["run to its end", "begun", "not run"]
-    sweep = ("03 sweep", "run to its end", 2, "full, tiny", "2026-05-06")
-    assert tuple(table.iloc[0]) == sweep
+    assert tuple(table.iloc[0]) == ("03 sweep", "run to its end", 2, "full, tiny", "2026-05-06")
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,8 @@ def test_looking_at_what_is_kept_keeps_nothing():
     """
 
     def look():
-        model, x = (
-            nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8)),
-            torch.randn(4, 8),
-        )
+        model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 8))
+        x = torch.randn(4, 8)
         assert saved_for_backward(model, lambda: model(x).square().mean()) > 0
         return weakref.ref(model[0].weight)
 

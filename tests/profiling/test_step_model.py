@@ -113,10 +113,8 @@ def test_a_step_that_the_gpu_decides_tells_nothing_about_the_host():
 
 
 def test_the_same_operations_take_the_host_as_long_in_fewer_launches():
-    launches = {phase: (Launch(phase, (), False),) for phase in ("forward", "backward")}
-    mine, other = (
-        Program(n * launches["forward"] + 16 * launches["backward"], steps=2) for n in (8, 10)
-    )
+    forward, backward = ((Launch(phase, (), False),) for phase in ("forward", "backward"))
+    mine, other = (Program(n * forward + 16 * backward, steps=2) for n in (8, 10))
     host = Host(1.0, {"backward": 2.0}).spread(mine, other)
     assert (host.of("forward"), host.of("backward")) == pytest.approx((0.8, 2.0))
     assert replayed_ms(other, host) == pytest.approx(4 * 1.0 + 8 * 2.0)
