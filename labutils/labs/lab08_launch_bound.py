@@ -45,7 +45,7 @@ ROW = 4 * 862
 FEW_STEPS, READING_MS = 3, 1500
 """A reading of the host has at least so many steps, and lasts at least so long."""
 SLOWED_STEPS = 2
-SHOWN_FROM, SHOWN_MS = 0.3, 2.0
+SHOWN_FROM, SHOWN_MS = 0.15, 2.0
 """Of a traced step so many milliseconds are shown, from this part of it on: its forward pass."""
 
 

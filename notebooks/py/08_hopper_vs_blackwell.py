@@ -23,7 +23,7 @@
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step, and ask it about cards that you don't have. On our H200 the course's
-# longer version came within 8 % of ten steps that it had not seen.
+# longer version came within 8 % of ten steps, which it had traced and not timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -285,8 +285,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** On the H200 an operation takes the host 5 µs as `x.neg_()`, and five times that with autograd and adapters, as
-# 13 operations share what `backward()` itself costs. From here on, launches are counted.
+# **Takeaway.** On the H200 an operation takes the host 5 µs as `x.neg_()`, 19 in a linear layer, 25 with `backward()`, adapter
+# or not. Tables count launches, small examples operations.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -344,11 +344,11 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f} ms")
 
 # %% [markdown]
-# On the H200 the first came out 30 % too short: the host decides it, and its $c$ came from another network.
+# On the H200 the first came out 30 % too short, though the thin network has the same operations; we don't know why.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a queue of 1,024 launches. It follows
 # Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed right
-# before and right after the step that is predicted. Half the difference of the two readings is the *error bar*. *again* is the
+# before and right after the step that is predicted. Half of what they change the prediction is the *error bar*. *again* is the
 # same step, minutes later.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one after
@@ -399,9 +399,9 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
 # between kernels, which we did not measure. The expert loop goes by the *host*. Launches take 1.04 s, waits and long kernels
-# add 0.12. That is within 1 %.
+# add 0.13: within 1 %.
 #
-# Three of four miss by more than their error bars. A bar knows how the host drifts, and nothing of what the replay leaves out.
+# Three of four miss by more than their bars: these know the host's drift, not what the replay leaves out.
 #
 # **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
 
@@ -449,6 +449,7 @@ for way in (expert_loop, grouped):
 
 # %% [markdown]
 # A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call (lab 04).
+# Its µs below are the host's alone.
 
 # %%
 with lab.attempt("A CUDA graph of grouped"):
@@ -507,8 +508,9 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The profiler slows the host. So even the dense model's kernels wait in the picture; without the profiler its GPU is busy for
-# 90 % of the step. In the expert loop each kernel waits for its launch. Captured, one call, the long bar, launches them all.
+# The profiler slows the host. So even the dense model's kernels wait in the picture; without it its GPU is busy for 90 %. The
+# second picture shows none of the loop's gaps: long kernels let the host run ahead there. Captured, one call, the long bar,
+# launches all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -537,8 +539,8 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour alone made the step 1.7 times as long. Delays added 1.1 and 1.3 times their sum to that; we don't know
-# why. So $c$ is read anew below.
+# On the H200 the detour made the step 1.7 times as long. Delays added 1.1 and 1.3 times their sum to that; we don't know why.
+# So $c$ is read anew below.
 #
 # **Measurement.** Section 4 has timed its steps beside slower hosts, and read $c$ beside each.
 
@@ -586,7 +588,7 @@ if flips:
 # loop's launches took 1.9 and 2.8 times as long, and the curve misses these steps by 3 %. It crosses the line at 5 µs more for
 # a launch. The line, the Blackwell card with today's host, is a scaling that nothing tests.
 #
-# The dense model's points lie 8 % above its curve, at both ends.
+# The dense model's points lie 8 % above its curve, the right one within its error bar.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -596,8 +598,9 @@ if flips:
 # **Question.** How long would the same step take on other cards, each with this machine's host? What does a card give for its
 # power and price?
 #
-# **Technique.** Scale each kernel by what bounds it: products and attention by the dense peak, as far as their FLOPs a byte
-# reach it, everything else by bandwidth. No kernel gets shorter than an empty one. Then replay the queue.
+# **Technique.** Scale each kernel by what bounds it: products and attention by the dense peak, as far as the step's FLOPs a
+# byte reach it, LoRA's thin products and all else by bandwidth. No kernel gets shorter than an empty one. Then replay the
+# queue.
 
 
 # %%
@@ -661,8 +664,7 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide, and these cards are up to 4.5 times apart. In the expert loop $c$ decides, and they are 1.3 times
-# apart.
+# Captured, kernels decide: these cards are up to 4.5 times apart. In the expert loop $c$ decides: 1.3 times.
 #
 # The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed here. A kWh is counted at full rated
 # power. Our H200 drew 278 of its 700 W in the loop and 656 captured: for energy, trust the captured rows.
@@ -753,8 +755,8 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # %% [markdown]
 # **The prediction.** Kernels reach the smaller sibling's share of the dense peak: 29 and 10 %. Launches grow by the law, and by
 # half for checkpointing. $c$ and the share of waits are the sibling's, in the loop over experts: we assume that the article's
-# ran so. Then section 2's short form. A batch has the article's 32 texts. Of gpt-oss the H100 takes 16, as the article found
-# that 32 don't fit.
+# ran so. Then section 2's short form. A batch has the article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the
+# article found that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -828,8 +830,8 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 #
 # On gpt-oss the article says 1.3 for the Blackwell card, and its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if
 # the host decides. The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c >
-# K_\text{Blackwell} / (2n)$: above 45 µs padded, 19 at the mean length. At this host's 18 µs it wins both. On two slower hosts
-# the Blackwell card led at the mean length, by 1.2 and 1.4. The verdict hangs on the host.
+# K_\text{Blackwell} / (2n)$: above 45 µs padded, 19 at the mean length. At this host's 18 µs it wins both. On an earlier,
+# slower host (*ours*) the Blackwell card led at the mean length, by 1.2. The verdict hangs on the host.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -852,9 +854,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only in 4 bits. If it is 11 % too long for the
-# H100 as well, the article's count at the mean length is 1.32 times the model's, not 1.46. The verdict's limit is 1.3: they
-# nearly agree.
+# On the H200 it predicts 11 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only in unsloth's way, which has no test. If that
+# is 11 % off, too, the article's count at the mean length is 1.32 times the model's, not 1.46; the verdict's limit is 1.3.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -977,7 +978,7 @@ print(check("08.3", my_ratio))
 # %% [markdown]
 # **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; index // 4
 # is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
-# `theirs._apply_gate`.  Use grouped products, twice as fast as `theirs`. `index_add_` sums a token's four.
+# `theirs._apply_gate`.  With grouped products, be twice as fast as `theirs`. `index_add_` sums a token's four.
 
 # %% tags=["exercise"]
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
