@@ -169,8 +169,7 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 #
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
-# **Exercise 1. Write the replay.** Each launch is `(c, k, waits)`. Return the GPU's clock after the last one. The given code
-# ignores order and waits.
+# **Exercise 1. Write the replay.** Each launch is `(c, k, waits)`. Return the GPU's clock after the last one.
 
 # %%
 from labutils.course.exercises import check, faster_than
@@ -285,8 +284,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** On the H200 an operation takes the host 5 µs as `x.neg_()`, 19 in a linear layer, 25 with `backward()`, adapter
-# or not. Tables count launches, small examples operations.
+# **Takeaway.** On the H200 an operation takes the host 5 to 25 µs. One may launch several kernels: don't compare it with the
+# tables' µs a launch.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -346,9 +345,9 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
 # %% [markdown]
 # On the H200 the first came out 30 % too short, though the thin network has the same operations; we don't know why.
 #
-# **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a queue of 1,024 launches. It follows
-# Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed right
-# before and right after the step that is predicted. Half of what they change the prediction is the *error bar*. *again* is the
+# **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
+# It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed
+# right before and right after the step that is predicted. Their two predictions differ by twice the *error bar*. *again* is the
 # same step, minutes later.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one after
@@ -398,12 +397,12 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
-# between kernels, which we did not measure. The expert loop goes by the *host*. Launches take 1.04 s, waits and long kernels
-# add 0.13: within 1 %.
+# between kernels, which we did not measure. The expert loop goes by the *host*, at 17.6 µs a launch; the GPU is idle for 58 %.
+# Launches take 1.04 s, waits and long kernels add 0.13: within 1 %.
 #
-# Three of four miss by more than their bars: these know the host's drift, not what the replay leaves out.
+# Error bars know the host's drift, not what the replay leaves out.
 #
-# **Takeaway.** Find your step's clock before you buy a card. Read $c$ from a step of the same model.
+# **Takeaway.** Find your step's clock before you buy a card.
 
 # %% [markdown]
 # ## 5 · Fewer launches
@@ -490,7 +489,7 @@ lab.show(ways, columns, experiment="steps", **of)
 # %% [markdown]
 # On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a fifth, far outside *again*'s
 # 0.94 to 1.06x. Launches now take the host 172 ms, and kernels 234: the GPU decides. So *captured* adds little, and *compiled*
-# shortens kernels. What grouping alone gives was not measured. On a CPU *grouped* can be slower.
+# shortens kernels. What grouping alone gives was not measured.
 #
 # Pictures show two milliseconds of a forward pass. Where the host's row is white, Python is at work. Rare kernels are drawn
 # wider than they last.
@@ -664,7 +663,8 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide: these cards are up to 4.5 times apart. In the expert loop $c$ decides: 1.3 times.
+# Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop $c$ decides, but on the Blackwell card, whose
+# kernels take 1.29 s: 1.3 times.
 #
 # The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed here. A kWh is counted at full rated
 # power. Our H200 drew 278 of its 700 W in the loop and 656 captured: for energy, trust the captured rows.
@@ -676,8 +676,8 @@ lab.table(pd.DataFrame(worth))
 #
 # **Question.** What does the model say of Qwen3-32B and gpt-oss-120b on the two cards?
 #
-# **Technique.** A token costs 4 FLOPs for each parameter that it meets: 2 forward, 2 for the gradient of the input. Frozen
-# weights need no gradient. Checkpointed blocks cost half as much again.
+# **Technique.** A token costs 4 FLOPs for each parameter that it meets: 2 forward, 2 for the gradient of the input.
+# Checkpointed blocks cost 2 more.
 
 
 # %%
@@ -723,7 +723,7 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
     print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour")
 
 # %% [markdown]
-# Padded, the article's 9,200 would be 96 % of the H100's peak. No training step comes so near. Without checkpointing 32 such
+# Padded, the article's 9,200 would be 96 % of the H100's peak, which no training step reaches. Without checkpointing 32 such
 # texts fit no card (section 9): the batches were probably shorter. So everything below is computed *padded* and *at the mean
 # length*. Where the two disagree, the model can't judge.
 #
@@ -825,13 +825,15 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: 0.29 to 1.87 times the article's. The shares of the peak are those of 4 texts. Products of 32 probably
-# reach more. On Qwen3-32B the H100 leads by its peak's 2.25, by construction; the article's by 2.56.
+# These counts are poor. The shares of the peak are those of 4 texts. Products of 32 probably reach more. On Qwen3-32B the H100
+# leads by its peak's 2.25, by construction; the article's by 2.56.
 #
-# On gpt-oss the article says 1.3 for the Blackwell card, and its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if
-# the host decides. The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c >
-# K_\text{Blackwell} / (2n)$: above 45 µs padded, 19 at the mean length. At this host's 18 µs it wins both. On an earlier,
-# slower host (*ours*) the Blackwell card led at the mean length, by 1.2. The verdict hangs on the host.
+# On gpt-oss's short texts the host decides on both cards: they are 1 to 4 % apart here, 2 in the article. On long ones the
+# article says 1.3 for the Blackwell card, its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if the host decides. The
+# Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
+# above 45 µs padded, 19 at the mean length. At this host's 18 µs it wins both, idle for half of the step at the mean length,
+# hardly when padded. On an earlier, slower host (*ours*) the Blackwell card led at the mean length, by 1.2. The verdict hangs
+# on the host.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -854,8 +856,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# On the H200 it predicts 11 % (QLoRA) and 30 % (LoRA) too long. 32 texts fit only in unsloth's way, which has no test. If that
-# is 11 % off, too, the article's count at the mean length is 1.32 times the model's, not 1.46; the verdict's limit is 1.3.
+# 32 texts fit only in unsloth's way, which has no test. At the mean length the article's count is 1.46 times the model's: 1.32
+# if that is 11 % off, too, 1.12 if 30. The verdict's limit is 1.3, so it isn't safe.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -887,7 +889,7 @@ lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, 
 lab.verdict("A3.120b.weights")
 
 # %% [markdown]
-# 117 billion times half a byte is 58 GB: the article is off by a factor of two.
+# The article is off by a factor of two.
 #
 # **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its
 # backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: a card sold with 96 has 102, one with 80 has 85.
@@ -933,7 +935,8 @@ for batch, tokens in product((2, 4), (861, 2048)):
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it 2
-# texts of 861 tokens fit and 4 don't, as the article says. Of 2,048 tokens not even 2 would fit.
+# texts of 861 tokens fit and 4 don't, as the article says. By the table unsloth's 32 texts of gpt-oss, 78 GB, fit an H100. The
+# article found otherwise.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -950,7 +953,7 @@ lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
 # PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too. So the table's 70
-# GB aren't reached: experts in 16 bits take 229. PEFT doesn't say that three of seven names were not found: print what was
+# GB aren't enough: experts in 16 bits take 229. PEFT doesn't say that three of seven names were not found: print what was
 # adapted.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
@@ -978,7 +981,7 @@ print(check("08.3", my_ratio))
 # %% [markdown]
 # **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; index // 4
 # is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
-# `theirs._apply_gate`.  With grouped products, be twice as fast as `theirs`. `index_add_` sums a token's four.
+# `theirs._apply_gate`. With grouped products, be twice as fast as `theirs`. `index_add_` sums a token's four.
 
 # %% tags=["exercise"]
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
