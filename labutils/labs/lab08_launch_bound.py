@@ -45,7 +45,7 @@ ROW = 4 * 862
 FEW_STEPS, READING_MS = 3, 1500
 """A reading of the host has at least so many steps, and lasts at least so long."""
 SLOWED_STEPS = 2
-SHOWN_FROM, SHOWN_MS = 0.15, 2.0
+SHOWN_FROM, SHOWN_MS = 0.3, 2.0
 """Of a traced step so many milliseconds are shown, from this part of it on: its forward pass."""
 
 
@@ -113,22 +113,37 @@ class PredictedStep:
 
 
 class HostStep:
-    """A step that the host decides: the same model, and so the same operations, on short texts. It
-    tells what a launch of another step takes the host."""
+    """A step that the host decides: the same model on short texts. It tells what a launch of the
+    `long` step takes the host. An operation takes it the same in both. They differ in launches an
+    operation, and a loop over experts skips those that no token of a short text has chosen."""
 
-    def __init__(self, step: OnOneBatch) -> None:
+    def __init__(self, step: OnOneBatch, long: OnOneBatch) -> None:
         self.step = step
         some_ms = statistics.median(step.timed(FEW_STEPS, warmup=2))
         self.repeats = max(FEW_STEPS, math.ceil(READING_MS / some_ms))
         trace = step.traced()
         self.program, self.phases = Program.of(trace), trace.host_breakdown()
+        self.operations_ratio = operations_of(long) / operations_of(step)
 
     def read(self, program: Program) -> Host | None:
         """What a launch of `program` takes now, by the median of a few steps, after one to come
         back. None where the GPU decides even this step."""
         step_ms = statistics.median(self.step.timed(self.repeats, warmup=1))
         host = step_model.host_of(self.program, self.phases, step_ms)
-        return host and host.spread(self.program, program)
+        ratios = self.ratios(program)
+        return host and host.times(ratios["operations_ratio"] / ratios["launches_ratio"])
+
+    def ratios(self, program: Program) -> dict[str, float]:
+        """Operations and launches of the long step, which is `program`, for one of this."""
+        launches = program.launches / self.program.launches
+        return {"operations_ratio": self.operations_ratio, "launches_ratio": launches}
+
+
+def operations_of(step: OnOneBatch) -> int:
+    """Operations that compute in one such step, see `host_delay`."""
+    with SlowerHost() as host:
+        step.step()
+    return host.delayed
 
 
 def study(
@@ -145,10 +160,10 @@ def study(
     with Trainer(texts["long"], recipe) as trainer:
         if recipe.driver != trainer.recipe.driver:
             raise Unavailable("CUDA graphs need an NVIDIA GPU")
-        short = None
+        short, step = None, OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
         if recipe.driver != "graph":
-            short = HostStep(OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe)))
-        step = OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
+            few = OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe))
+            short = HostStep(few, step)
         plain = predict_and_measure(tags_of(family, way), step, short, steps)
         found = [plain]
         for delay in delays:
@@ -212,11 +227,11 @@ def predict_and_measure(
         "host_us": 1e3 * host.mean_ms(program),
         "host_from": "short texts" if learnt else "the shortest call",
     }
+    run.metrics |= short.ratios(program) if short else {}
     if not program.takes_turns:
         busy = min(1.0, program.kernel_ms / step_ms)
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
-    if energy.watts:
-        run.metrics["power_w"] = energy.watts
+    run.metrics |= {"power_w": energy.watts} if energy.watts else {}
     if (card := spec_of(machine_facts())) and recipe.precision in card.dense:
         rate = step_model.attainable(card, recipe.precision, work.flops / work.bytes)
         run.metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate

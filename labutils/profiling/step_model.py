@@ -10,11 +10,10 @@ which is exact where neither waits for the other in between and all launches are
 
 The predicted step itself is never timed. Kernel times come from a trace: the profiler slows the
 host down and leaves them nearly as they are (a graph's may come out a little longer). So where
-kernels decide, the prediction is hardly more than their sum. The host's time is solved for from
-*another* step of the same model, on so few tokens that the host decides (`host_of`): that step
-lasts as long as its host takes. The host does the same operations in both steps, so it takes as
-long for both. Kernels chosen for few tokens may be fewer: the time is spread over the launches of
-the step that is predicted (`Host.spread`).
+kernels decide, the prediction is hardly more than their sum. The host's time a launch is solved for
+from *another* step of the same model, on so few tokens that the host decides (`host_of`): that step
+lasts as long as its host takes. What an operation takes the host is the same in both steps, what a
+launch takes it need not be: kernels chosen for few tokens may be fewer.
 
 For another card each category of kernels scales with what bounds it (`scale`): matrix products and
 attention with the dense peak, as far as the step's FLOPs a byte suffice, everything else with the
@@ -90,12 +89,6 @@ class Program:
         """Of each launch: its phase, milliseconds of the work that it caused, and whether the host
         waits for it."""
         return tuple((phase, sum(ms for _, ms, _ in work), w) for phase, work, w in self.queue)
-
-    @functools.cached_property
-    def by_phase(self) -> dict[str, float]:
-        """Marked phase -> launches a step."""
-        counts = Counter(launch.phase for launch in self.queue)
-        return {phase: count / self.steps for phase, count in counts.items()}
 
     @property
     def launches(self) -> float:
@@ -184,12 +177,6 @@ class Host:
         halves = {phase: (self.of(phase) + other.of(phase)) / 2 for phase in phases}
         return Host((self.other + other.other) / 2, halves)
 
-    def spread(self, mine: Program, other: Program) -> Host:
-        """What a launch of an `other` program takes this host, which was read from `mine`. Both
-        hold the same operations, so a phase takes the host as long, in more launches or fewer."""
-        then = {p: self.of(p) * mine.by_phase.get(p, n) / n for p, n in other.by_phase.items()}
-        return Host(self.other, then)
-
     def mean_ms(self, program: Program) -> float:
         """Milliseconds a piece of `program`, on average."""
         return statistics.fmean(self.of(launch.phase) for launch in program.queue)
@@ -223,16 +210,16 @@ def host_of(
     more, as other programs took the CPU while they were traced. Raises `ValueError` for a trace
     without a launch.
     """
-    counts = program.by_phase
+    counts = Counter(launch.phase for launch in program.queue)
     if not counts:
         raise ValueError("The trace of the step holds no launch: nothing tells what one takes.")
     busy_ms = program.kernel_ms + program.copy_ms
     if not program.takes_turns and busy_ms >= HOST_DECIDES_BELOW * step_ms:
         return None
-    spent = {phase: row["ms"] for phase, row in phases.items()}
+    spent = {phase: row["ms"] * program.steps for phase, row in phases.items()}
     spent[""] = spent.pop("unmarked", 0.0)
     idle = sum(ms for phase, ms in spent.items() if phase not in counts)
-    shared = idle / program.launches  # phases without launches are shared by all launches
+    shared = idle / len(program.queue)  # phases without launches are shared by all launches
     shape = Host(
         shared, {phase: shared + spent.get(phase, 0.0) / count for phase, count in counts.items()}
     )

@@ -112,14 +112,6 @@ def test_a_step_that_the_gpu_decides_tells_nothing_about_the_host():
     assert learnt(RUNS_AHEAD, 1.7).of("") == pytest.approx(1.7, rel=1e-3)
 
 
-def test_the_same_operations_take_the_host_as_long_in_fewer_launches():
-    forward, backward = ((Launch(phase, (), False),) for phase in ("forward", "backward"))
-    mine, other = (Program(n * forward + 16 * backward, steps=2) for n in (8, 10))
-    host = Host(1.0, {"backward": 2.0}).spread(mine, other)
-    assert (host.of("forward"), host.of("backward")) == pytest.approx((0.8, 2.0))
-    assert replayed_ms(other, host) == pytest.approx(4 * 1.0 + 8 * 2.0)
-
-
 def test_where_host_and_device_take_turns_any_share_tells():
     """Three milliseconds of four are the operators' own: the fourth is the host's."""
     events = [op("aten::mm", 0, 1500), op("aten::mul", 1500, 3000)]
