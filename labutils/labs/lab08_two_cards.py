@@ -27,6 +27,5 @@ def two_cards(steps: pd.DataFrame, end: str = "") -> dict[str, float]:
         "moe_long_blackwell_hourly": rate["moe", "long", BLACKWELL],
         "moe_over_dense_long": rate["moe", "long", BLACKWELL] / rate["dense", "long", BLACKWELL],
         "h100_gaps_longer": idle["moe", "long", H100] > idle["moe", "long", BLACKWELL],
-        "blackwell_less_energy": rate["moe", "long", BLACKWELL] > rate["moe", "long", H100],
     }
     return {f"{name}{end}": float(value) for name, value in metrics.items()}

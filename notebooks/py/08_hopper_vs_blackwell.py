@@ -23,7 +23,7 @@
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step, and ask it about cards that you don't have. On our H200 the course's
-# longer version came within 8 % of ten steps, which it had traced and not timed.
+# longer version came within 8 % of nine steps, which it had traced and not timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -273,7 +273,7 @@ for name, call in calls.items():
 
 # %% [markdown]
 # The $c$ of a training step comes from a step that the host decides: the same model on *short* texts. Their kernels take
-# little, and the host does the same operations, so it takes as long. That time, over the launches of the long step, is $c$.
+# little, and the host does nearly the same operations. Its time for them, over the launches of the long step, is $c$.
 #
 # **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
@@ -347,8 +347,7 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed
-# right before and right after the step that is predicted. Their two predictions differ by twice the *error bar*. *again* is the
-# same step, minutes later.
+# right before and right after the step that is predicted. Their two predictions differ by twice the *error bar*.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one after
 # the other, and asks the GPU for each which tokens belong to it. By default, transformers 5 groups them, as section 5 does.
@@ -398,9 +397,8 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
 # between kernels, which we did not measure. The expert loop goes by the *host*, at 17.6 µs a launch; the GPU is idle for 58 %.
-# Launches take 1.04 s, waits and long kernels add 0.13: within 1 %.
-#
-# Error bars know the host's drift, not what the replay leaves out.
+# Launches take 1.04 s, waits and long kernels add 0.13: within 1 %. That is partly luck: short texts reach fewer experts, so
+# $c$ is too short, by 6 % if an earlier count holds.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -507,7 +505,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The profiler slows the host. So even the dense model's kernels wait in the picture; without it its GPU is busy for 90 %. The
+# The profiler slows the host. Even the dense model's kernels wait in the picture; without it its GPU is busy for 90 %. The
 # second picture shows none of the loop's gaps: long kernels let the host run ahead there. Captured, one call, the long bar,
 # launches all.
 #
@@ -587,7 +585,7 @@ if flips:
 # loop's launches took 1.9 and 2.8 times as long, and the curve misses these steps by 3 %. It crosses the line at 5 µs more for
 # a launch. The line, the Blackwell card with today's host, is a scaling that nothing tests.
 #
-# The dense model's points lie 8 % above its curve, the right one within its error bar.
+# The dense model's slowed steps took 741 and 889 ms; the curve says 757.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -724,8 +722,8 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 
 # %% [markdown]
 # Padded, the article's 9,200 would be 96 % of the H100's peak, which no training step reaches. Without checkpointing 32 such
-# texts fit no card (section 9): the batches were probably shorter. So everything below is computed *padded* and *at the mean
-# length*. Where the two disagree, the model can't judge.
+# texts fit no card: the batches were probably shorter. So everything below is computed *padded* and *at the mean length*. Where
+# the two disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -831,9 +829,9 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # On gpt-oss's short texts the host decides on both cards: they are 1 to 4 % apart here, 2 in the article. On long ones the
 # article says 1.3 for the Blackwell card, its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if the host decides. The
 # Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
-# above 45 µs padded, 19 at the mean length. At this host's 18 µs it wins both, idle for half of the step at the mean length,
-# hardly when padded. On an earlier, slower host (*ours*) the Blackwell card led at the mean length, by 1.2. The verdict hangs
-# on the host.
+# above 45 µs padded, 19 at the mean length. At this host's 18 µs the cards are level at the mean length, the H100 idle for half
+# of its step; padded it wins, hardly idle. On an earlier, slower host (*ours*) the Blackwell card led at the mean length, by
+# 1.2. The verdict hangs on the host.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
