@@ -23,7 +23,7 @@
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step, and ask it about cards that you don't have. On our H200 the course's
-# longer version came within 8 % of nine steps, which it had traced and not timed.
+# longer version came within 8 % of nine steps, traced but not timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -273,7 +273,8 @@ for name, call in calls.items():
 
 # %% [markdown]
 # The $c$ of a training step comes from a step that the host decides: the same model on *short* texts. Their kernels take
-# little, and the host does nearly the same operations. Its time for them, over the launches of the long step, is $c$.
+# little, and the host does nearly the same operations. Its time for an operation, times the long step's operations over its
+# launches, is $c$.
 #
 # **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
@@ -349,8 +350,8 @@ for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed
 # right before and right after the step that is predicted. Their two predictions differ by twice the *error bar*.
 #
-# gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one after
-# the other, and asks the GPU for each which tokens belong to it. By default, transformers 5 groups them, as section 5 does.
+# gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
+# after the other, and asks the GPU for each which tokens belong to it.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -397,8 +398,8 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
 # between kernels, which we did not measure. The expert loop goes by the *host*, at 17.6 µs a launch; the GPU is idle for 58 %.
-# Launches take 1.04 s, waits and long kernels add 0.13: within 1 %. That is partly luck: short texts reach fewer experts, so
-# $c$ is too short, by 6 % if an earlier count holds.
+# Launches take 1.04 s, waits and long kernels add 0.13: within 1 %. That is partly luck: short texts reach fewer experts, which
+# this record left out. The code now counts it: $c$ grows by some 6 %. Error bars know the host's drift alone.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -485,9 +486,9 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a fifth, far outside *again*'s
-# 0.94 to 1.06x. Launches now take the host 172 ms, and kernels 234: the GPU decides. So *captured* adds little, and *compiled*
-# shortens kernels. What grouping alone gives was not measured.
+# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a fifth. Launches now take the
+# host 172 ms, and kernels 234: the GPU decides. So *captured* adds little, and *compiled* shortens kernels. What grouping alone
+# gives was not measured.
 #
 # Pictures show two milliseconds of a forward pass. Where the host's row is white, Python is at work. Rare kernels are drawn
 # wider than they last.
@@ -505,9 +506,9 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The profiler slows the host. Even the dense model's kernels wait in the picture; without it its GPU is busy for 90 %. The
-# second picture shows none of the loop's gaps: long kernels let the host run ahead there. Captured, one call, the long bar,
-# launches all.
+# The first two don't show section 4's result. The profiler slows the host: the dense model's gaps are its doing. The expert
+# loop's gaps lie elsewhere in the step: here long kernels let the host run ahead. Captured, one call, the long bar, launches
+# all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -581,11 +582,11 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# The last column says how far a curve misses the points. Left of a crossing, the x, this card wins. On the H200 the expert
-# loop's launches took 1.9 and 2.8 times as long, and the curve misses these steps by 3 %. It crosses the line at 5 µs more for
-# a launch. The line, the Blackwell card with today's host, is a scaling that nothing tests.
+# Left of a crossing, the x, this card wins. On the H200 the expert loop's launches took 1.9 and 2.8 times as long, and the
+# curve misses these steps by 3 %. It crosses the line at 5 µs more for a launch. The line, the Blackwell card with today's
+# host, is a scaling that nothing tests.
 #
-# The dense model's slowed steps took 741 and 889 ms; the curve says 757.
+# The dense model's two slowed steps took 741 and 889 ms: they test nothing.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -661,8 +662,8 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop $c$ decides, but on the Blackwell card, whose
-# kernels take 1.29 s: 1.3 times.
+# Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop they are 1.3 times apart: the host decides,
+# except on the Blackwell card, whose kernels take 1.29 s.
 #
 # The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed here. A kWh is counted at full rated
 # power. Our H200 drew 278 of its 700 W in the loop and 656 captured: for energy, trust the captured rows.
@@ -699,8 +700,8 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
     print(f"{family}: a token meets {met[family] / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# **The bound.** Assume checkpointing, and that a batch pads its 32 long texts to the longest, 2,045 tokens. The mean is 861.
-# The article's H100 makes 9,200 examples an hour.
+# **The bound.** Assume checkpointing, and that a batch pads its 32 long texts to the longest, 2,045 tokens.  The article's H100
+# makes 9,200 examples an hour.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
 
@@ -722,8 +723,8 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 
 # %% [markdown]
 # Padded, the article's 9,200 would be 96 % of the H100's peak, which no training step reaches. Without checkpointing 32 such
-# texts fit no card: the batches were probably shorter. So everything below is computed *padded* and *at the mean length*. Where
-# the two disagree, the model can't judge.
+# texts fit no card. So the article's texts were probably not padded so far. Everything below is computed *padded* and *at the
+# mean length*. Where the two disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -830,8 +831,11 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # article says 1.3 for the Blackwell card, its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if the host decides. The
 # Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
 # above 45 µs padded, 19 at the mean length. At this host's 18 µs the cards are level at the mean length, the H100 idle for half
-# of its step; padded it wins, hardly idle. On an earlier, slower host (*ours*) the Blackwell card led at the mean length, by
-# 1.2. The verdict hangs on the host.
+# of its step; padded it wins, hardly idle. By section 7's rule, mostly bandwidth, the cards draw level at 22 µs, not 19.
+#
+# The article's short counts tell its host's $c$: 12.5 s a step, so 25 µs. Then the model gives the Blackwell card 1.3 at the
+# mean length, as the article says, 1.1 by section 7's rule, and 0.6 padded. With equal batches the H100 could not lose: the
+# same $nc$, shorter kernels. So the verdict hangs on host and batch.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -854,8 +858,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# 32 texts fit only in unsloth's way, which has no test. At the mean length the article's count is 1.46 times the model's: 1.32
-# if that is 11 % off, too, 1.12 if 30. The verdict's limit is 1.3, so it isn't safe.
+# At the mean length the article's count of Qwen3-32B is 1.46 times the model's, 1.12 if that is 30 % off, too. The verdict
+# allows 1.3, so it isn't safe.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -887,8 +891,6 @@ lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, 
 lab.verdict("A3.120b.weights")
 
 # %% [markdown]
-# The article is off by a factor of two.
-#
 # **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its
 # backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: a card sold with 96 has 102, one with 80 has 85.
 
@@ -933,8 +935,7 @@ for batch, tokens in product((2, 4), (861, 2048)):
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it 2
-# texts of 861 tokens fit and 4 don't, as the article says. By the table unsloth's 32 texts of gpt-oss, 78 GB, fit an H100. The
-# article found otherwise.
+# texts of 861 tokens fit and 4 don't, as the article says.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -950,9 +951,8 @@ lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too. So the table's 70
-# GB aren't enough: experts in 16 bits take 229. PEFT doesn't say that three of seven names were not found: print what was
-# adapted.
+# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too. So QLoRA's 70 GB
+# aren't enough: experts in 16 bits take 229. PEFT doesn't say that three of seven names were not found: print what was adapted.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
@@ -977,9 +977,9 @@ my_ratio = None  # your number
 print(check("08.3", my_ratio))
 
 # %% [markdown]
-# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; index // 4
-# is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
-# `theirs._apply_gate`. With grouped products, be twice as fast as `theirs`. `index_add_` sums a token's four.
+# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; the order
+# that this returns, // 4, is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and
+# between them `theirs._apply_gate`. With grouped products, be twice as fast as `theirs`. `index_add_` sums a token's four.
 
 # %% tags=["exercise"]
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
