@@ -1,6 +1,6 @@
 """Lab 08's training steps: predicted by the replay, then measured, then beside slower hosts.
 
-    for step in study(texts["moe"], "moe", "grouped", steps=8):
+    for step in study(texts["moe"], "moe", "rewritten", steps=8):
         step.run.metrics["predicted_ms"], step.run.metric("step_ms")
 
 One trainer serves two batches: four texts of the dataset's mean length, and four short ones.
@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import nn
+
 from labutils.labs.ladders import A3_BASE
 from labutils.profiling import step_model
 from labutils.profiling.gpu_specs import Spec, spec_of
@@ -44,8 +46,8 @@ ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
 FEW_STEPS, READING_MS = 3, 1500
 """A reading of the host has at least so many steps, and lasts at least so long."""
-SLOWED_STEPS = 2
-SHOWN_FROM, SHOWN_MS = 0.3, 2.0
+SLOWED_STEPS = 4
+SHOWN_FROM, SHOWN_MS = 0.15, 2.0
 """Of a traced step so many milliseconds are shown, from this part of it on: its forward pass."""
 
 
@@ -53,17 +55,24 @@ def variants(family: str) -> dict[str, Recipe]:
     """How a model ("dense" or "moe") is driven: the library's loop first, then what changes it.
 
     The library pads texts side by side, the others pack them one behind the other: of texts as long
-    as each other the same tokens. accelerate is left out, as its loader takes no given batch.
+    as each other the same tokens. "grouped" is the library's loop with its own grouped experts, see
+    `study`. accelerate is left out, as its loader takes no given batch.
     """
     loop = A3_BASE.but(driver="eager", micro_batch=TEXTS)
     if family == "dense":
         return {"loop": loop}
     packed = {"shapes": "packed", "token_budget": ROW, "micro_batch": 1}
-    grouped = loop.but(layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed)
-    captured = grouped.but(driver="graph")
+    ours = loop.but(layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed)
+    captured = ours.but(driver="graph")
     blocks = {"compile": "default", "compile_scope": "blocks", "dynamic": "static"}
     compiled = captured.but(adapter="plain", loss="fused", **blocks)
-    return {"expert loop": loop, "grouped": grouped, "captured": captured, "compiled": compiled}
+    ways = {"expert loop": loop, "grouped": loop, "rewritten": ours}
+    return ways | {"captured": captured, "compiled": compiled}
+
+
+def group_experts(model: nn.Module) -> None:
+    """All experts of a layer in grouped products, as transformers 5 has them by default."""
+    model.network.config._experts_implementation = "grouped_mm"
 
 
 def tags_of(family: str, way: str) -> dict[str, Any]:
@@ -157,7 +166,8 @@ def study(
     other tells about the host. Raises `Unavailable` for a captured step without a GPU.
     """
     recipe = variants(family)[way]
-    with Trainer(texts["long"], recipe) as trainer:
+    hooks = {"on_model": group_experts} if way == "grouped" else {}
+    with Trainer(texts["long"], recipe, **hooks) as trainer:
         if recipe.driver != trainer.recipe.driver:
             raise Unavailable("CUDA graphs need an NVIDIA GPU")
         short, step = None, OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))

@@ -79,7 +79,9 @@ def test_short_texts_tell_what_a_launch_takes(dense, short):
     assert replayed_ms(told.program, host) == pytest.approx(step_ms, rel=0.3)
 
 
-@pytest.mark.parametrize(("family", "way"), [("dense", "loop"), ("moe", "grouped")])
+@pytest.mark.parametrize(
+    ("family", "way"), [("dense", "loop"), ("moe", "grouped"), ("moe", "rewritten")]
+)
 def test_steps_are_predicted(family, way, dense, moe, short):
     texts = {"long": {"dense": dense, "moe": moe}[family], "short": short[family]}
     (step,) = lab08_launch_bound.study(texts, family, way, steps=8)

@@ -83,7 +83,7 @@ def test_a_study_predicts_shows_and_repeats(studied):
     assert long.run.metric("error_bar_percent") >= 0
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
     with pytest.raises(KeyError, match="short"):  # a host is read from no other
-        lab08.study({"long": texts("moe")["long"]}, "moe", "grouped", steps=2)
+        lab08.study({"long": texts("moe")["long"]}, "moe", "rewritten", steps=2)
     with pytest.raises(Unavailable, match="GPU"):
         lab08.study(texts("moe"), "moe", "captured", steps=2)
 
