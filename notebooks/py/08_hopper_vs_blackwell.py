@@ -203,6 +203,26 @@ for k in (0.004, 0.04):  # ms of a kernel; a launch takes the host 0.03
     assert abs(courses(alike) / short_form(12_000 * k, 12_000, 0.03, 1_000) - 1) < 0.001
     print(f"kernels of {k} ms: {courses(alike):.0f} ms, by your replay {replay(alike):.0f}")
 
+
+# %%
+def clocks(launches, first=0):
+    """By the course's replay: when the host makes each launch from the `first` on, and when its
+    kernel runs."""
+    queue, rows = [Queued(*launch) for launch in launches], {"host": [], "GPU": []}
+    zero, _ = course_replay(queue[:first], 1)[-1]
+    for at, (c, k, _) in enumerate(queue[first:], first):
+        (began, _), (_, ended) = (course_replay(queue[:end], 1)[-1] for end in (at, at + 1))
+        rows["host"].append((began - zero, c, "launch"))
+        rows["GPU"].append((ended - k - zero, k, "kernel"))
+    return rows
+
+
+fig, axes = plt.subplots(2, figsize=(7.2, 3.2), sharex=True)
+for ax, k in zip(axes, (0.004, 0.04), strict=True):
+    plots.timeline(ax, clocks([(0.03, k, at % 12 == 11) for at in range(20)]))
+    ax.set_title(f"kernels of {1e3 * k:.0f} µs, a launch takes the host 30 µs")
+plt.show()
+
 # %% [markdown]
 # **Takeaway.** A step has two clocks. The slower one decides, and each wait adds a little of the other.
 
@@ -463,7 +483,7 @@ with lab.attempt("A CUDA graph of grouped"):
         out = grouped(x, chosen)  # of expert_loop it would fail: the host can't wait in a graph
     graph.replay()
     torch.testing.assert_close(out, grouped(x, chosen))
-    print(f"grouped, captured: 1 launch, {host_us(graph.replay, 50):.0f} µs")
+    print(f"grouped, captured, in one call: {host_us(graph.replay, 50):.0f} µs")
 
 # %% [markdown]
 # **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel,
@@ -507,8 +527,15 @@ with lab.attempt("Host and GPU, from traces"):
         host = [*lanes.get("launches", []), *lanes.get("host waits", [])]
         fig, ax = plt.subplots(figsize=(7.2, 2))
         plots.timeline(ax, {"host": host, "GPU": lanes.get("GPU", [])})
-        ax.set_title(name)
+        ax.set_title(f"{name}: traced")
         plt.show()
+    step = studied["moe, texts long"]
+    launches = [(step.host.of(phase), k, waits) for phase, k, waits in step.program.pieces]
+    first = round(0.15 * step.program.launches)
+    fig, ax = plt.subplots(figsize=(7.2, 2))
+    plots.timeline(ax, clocks(launches[: first + 100], first))
+    ax.set_title(f"{step.run.label}: by the replay")
+    plt.show()
 
 # %% [markdown]
 # The first two don't show section 4's result. The profiler slows the host: the dense model's gaps are its doing. The expert
@@ -792,17 +819,7 @@ def large_step(name, family, tokens):
 
 # %%
 ids, kinds = {"dense": "A3.32b.h100", "moe": "A3.120b.h100"}, {"short": SHORT, "long": LONG}
-heads = (
-    "model",
-    "texts",
-    "card",
-    "tokens",
-    "article",
-    "kernels, s",
-    "host, s",
-    "step, s",
-    "examples/h",
-)
+heads = ("model", "texts", "card", "article", "host, s", "kernels, s", "step, s", "examples/h")
 
 
 def both_cards(padded):
@@ -810,24 +827,25 @@ def both_cards(padded):
     for family, kind, name in product(ids, kinds, (BLACKWELL, H100)):
         n = 16 if (family, kind, name) == ("moe", "long", H100) else 32
         length = expected_longest(kinds[kind], n) if padded else kinds[kind].mean
-        times = large_step(name, family, n * length)
+        K, host, t = large_step(name, family, n * length)
         published = claims.claim(f"{ids[family]}-{kind}").published[name == H100]
-        found.append((family, kind, name, length, published, *times, 3600 * n / times[-1]))
+        found.append((family, kind, name, published, host, K, t, 3600 * n / t))
     return pd.DataFrame(found, columns=heads)
 
 
 # %%
-found = {}
-for reading, padded in {"": True, "_mean": False}.items():
+found, us = {}, basis["moe"].metric("host_us")
+counts = both_cards(padded=False)[list(heads[:5])]
+for reading, padded in {"padded": True, "mean": False}.items():
     by_card = both_cards(padded)
-    found |= two_cards(by_card, reading)
-    lab.show(f"**{'Padded to the longest' if padded else 'At the mean length'}**, predicted")
-    lab.table(by_card)
-    us = basis["moe"].metric("host_us")
+    found |= two_cards(by_card, "" if padded else "_mean")
+    for column in ("kernels, s", "examples/h"):
+        counts[f"{reading}: {column}"] = by_card[column]
     tie_us = us * by_card["kernels, s"].iloc[-2] / 2 / by_card["host, s"].iloc[-1]
-    print(f"The Blackwell card draws level where a launch takes {tie_us:.0f} µs. Here: {us:.0f}.")
     near = by_card["examples/h"] / by_card["article"]
-    print(f"All eight counts: {near.min():.2f} to {near.max():.2f} times the article's.")
+    print(f"{reading}: the cards draw level where a launch takes {tie_us:.0f} µs. Here: {us:.0f}.")
+    print(f"    All eight counts: {near.min():.2f} to {near.max():.2f} times the article's.")
+lab.table(counts)
 if mine:
     lab.keep(Run("08", "two cards", metrics=found, tags={"experiment": "model of two cards"}))
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
