@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
-
 from labutils.labs.ladders import A3_BASE
 from labutils.profiling import step_model
 from labutils.profiling.gpu_specs import Spec, spec_of
@@ -32,6 +30,7 @@ from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Host, Program, replayed_ms
+from labutils.profiling.trace import Trace
 from labutils.profiling.utilization_and_power import Energy
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, summarise
@@ -47,8 +46,8 @@ ROW = 4 * 862
 FEW_STEPS, READING_MS = 3, 1500
 """A reading of the host has at least so many steps, and lasts at least so long."""
 SLOWED_STEPS = 4
-SHOWN_FROM, SHOWN_MS = 0.15, 2.0
-"""Of a traced step so many milliseconds are shown, from this part of it on: its forward pass."""
+SHOWN_MS = 2.0
+"""Of a traced step so many milliseconds are shown: some in which the GPU is as busy as in all."""
 
 
 def variants(family: str) -> dict[str, Recipe]:
@@ -68,11 +67,6 @@ def variants(family: str) -> dict[str, Recipe]:
     compiled = captured.but(adapter="plain", loss="fused", **blocks)
     ways = {"expert loop": loop, "grouped": loop, "rewritten": ours}
     return ways | {"captured": captured, "compiled": compiled}
-
-
-def group_experts(model: nn.Module) -> None:
-    """All experts of a layer in grouped products, as transformers 5 has them by default."""
-    model.network.config._experts_implementation = "grouped_mm"
 
 
 def tags_of(family: str, way: str) -> dict[str, Any]:
@@ -166,8 +160,9 @@ def study(
     other tells about the host. Raises `Unavailable` for a captured step without a GPU.
     """
     recipe = variants(family)[way]
-    hooks = {"on_model": group_experts} if way == "grouped" else {}
-    with Trainer(texts["long"], recipe, **hooks) as trainer:
+    with Trainer(texts["long"], recipe) as trainer:
+        if way == "grouped":  # transformers 5 has it so by default
+            trainer.model.network.config._experts_implementation = "grouped_mm"
         if recipe.driver != trainer.recipe.driver:
             raise Unavailable("CUDA graphs need an NVIDIA GPU")
         short, step = None, OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
@@ -184,6 +179,14 @@ def study(
             tags = plain.run.tags | {"again": True}
             found.append(predict_and_measure(tags, step, short, steps, plain))
         return found
+
+
+def typical_stretch(trace: Trace) -> dict[str, list[tuple[float, float, str]]]:
+    start, end = trace.step_windows[0]
+    places, busy = trace.busy_over_time(math.ceil((end - start) / SHOWN_MS))
+    off = [abs(share - statistics.fmean(busy)) for share in busy]
+    start += places[off.index(min(off))] if off else 0.0
+    return trace.timeline((start, start + SHOWN_MS))
 
 
 def predict_and_measure(
@@ -205,9 +208,7 @@ def predict_and_measure(
     if traced is None:
         steps = step.warm_up(steps)
         trace = step.traced()
-        start, end = trace.step_windows[0]
-        start += SHOWN_FROM * (end - start)
-        program, lanes = Program.of(trace), trace.timeline((start, start + SHOWN_MS))
+        program, lanes = Program.of(trace), typical_stretch(trace)
         work = workload.work_of(recipe, step.batch)
         del trace
         gc.collect()  # a trace is a hundred thousand objects

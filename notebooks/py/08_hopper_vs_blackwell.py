@@ -334,7 +334,7 @@ def queue_of(profiler):
 
 # %%
 def studied_step(width):
-    """(queue of five steps, ms of one) of forward and backward pass through 24 layers."""
+    """(a step, its queue five times over): forward and backward pass through 24 layers."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24))).to(lab.device)
     x = torch.randn(512, width, device=lab.device)
     step = lambda: model(x).square().mean().backward()
@@ -343,29 +343,29 @@ def studied_step(width):
         for _ in range(5):
             step()
         synchronize()
-    times = []
-    for _ in range(20):
-        began = time.perf_counter()
-        step()
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - began))
-    return queue_of(profiler), np.median(times[5:])
-
-
-def launch_ms():
-    """What a launch takes the host, by a network whose kernels take next to nothing."""
-    thin, ms = studied_step(width=16)
-    hidden = 0 if on_gpu else sum(k for k, _ in thin)
-    return (5 * ms - hidden) / len(thin)
+    return step, queue_of(profiler)
 
 
 # %%
-for width in (64, 256) if lab.scale == "tiny" else (512, 4096):
-    before, (queue, measured), after = launch_ms(), studied_step(width), launch_ms()
-    launches = [((before + after) / 2, k, waits) for k, waits in queue]
+thin, *wider = (16, 64, 256) if lab.scale == "tiny" else (16, 512, 4096)
+toys = {width: studied_step(width) for width in (thin, *wider)}
+ms = {width: [] for width in toys}
+for turn, width in product(range(30), toys):  # in turns: the host drifts
+    began = time.perf_counter()
+    toys[width][0]()
+    synchronize()
+    ms[width].append(1e3 * (time.perf_counter() - began))
+
+# %%
+queue = toys[thin][1]
+hidden = 0 if on_gpu else sum(k for k, _ in queue)
+c = (5 * np.median(ms[thin]) - hidden) / len(queue)
+for width in wider:
+    queue = toys[width][1]
+    launches = [(c, k, waits) for k, waits in queue]
     predicted, mine = courses(launches) / 5, replay(launches) / 5
-    kernels, c = sum(k for k, _ in queue) / 5, f"{1e3 * before:.1f} to {1e3 * after:.1f}"
-    print(f"{len(queue) / 5:.0f} launches of {c} µs, kernels of {kernels:.1f} ms:")
+    kernels, measured = sum(k for k, _ in queue) / 5, np.median(ms[width])
+    print(f"{len(queue) / 5:.0f} launches of {1e3 * c:.1f} µs, kernels of {kernels:.1f} ms:")
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f}, by your replay {mine:.1f}")
 
 # %% [markdown]
