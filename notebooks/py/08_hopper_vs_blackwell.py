@@ -22,8 +22,8 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You write a model of ten lines that predicts a step, and ask it about cards that you don't have. On our H200 the course's
-# longer version came within 8 % of nine steps, traced but not timed.
+# You write a model of ten lines that predicts a step on cards that you don't have. On our H200 its longer version came within
+# 15 % of eleven steps, traced but not timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -36,7 +36,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 5 minutes |
+# | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 7 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
 # are predicted from our H200's steps.
@@ -224,6 +224,8 @@ for ax, k in zip(axes, (0.004, 0.04), strict=True):
 plt.show()
 
 # %% [markdown]
+# Above, the host decides, and the GPU has gaps. Below, kernels decide: the host is ahead until it waits.
+#
 # **Takeaway.** A step has two clocks. The slower one decides, and each wait adds a little of the other.
 
 # %% [markdown]
@@ -305,8 +307,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** On the H200 an operation takes the host 5 to 25 µs. One may launch several kernels: don't compare it with the
-# tables' µs a launch.
+# **Takeaway.** On the H200 an operation takes the host 8 to 47 µs. One may launch several kernels: these aren't the tables' µs
+# a launch.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -314,7 +316,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 # **Question.** How well does the replay predict a step that it never timed?
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. $c$ comes from a
-# thin network, whose step the host decides. Wider ones are predicted. On a CPU $c$ means nothing.
+# thin network, whose step the host decides. Wider ones, timed in turns with it, are predicted. On a CPU $c$ means nothing.
 
 
 # %%
@@ -369,11 +371,12 @@ for width in wider:
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f}, by your replay {mine:.1f}")
 
 # %% [markdown]
-# On the H200 the first came out 30 % too short, though the thin network has the same operations; we don't know why.
+# On the H200 they came out 9 % too long and 1 % too short.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed
-# right before and right after the step that is predicted. Their two predictions differ by twice the *error bar*.
+# right before and right after the step that is predicted. Their two predictions differ by twice the *error bar*. *Floor* is lab
+# 00's.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
 # after the other, and asks the GPU for each which tokens belong to it.
@@ -422,9 +425,9 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # Where *kernels* decide, the prediction is hardly more than their sum: 7 % too short on the H200. The replay knows no gaps
-# between kernels, which we did not measure. The expert loop goes by the *host*, at 17.6 µs a launch; the GPU is idle for 58 %.
-# Launches take 1.04 s, waits and long kernels add 0.13: within 1 %. That is partly luck: short texts reach fewer experts, which
-# this record left out. The code now counts it: $c$ grows by some 6 %. Error bars know the host's drift alone.
+# between kernels, which we did not measure. The expert loop goes by the *host*, at 23 µs a launch; the GPU is idle for 71 %.
+# Launches take 1.38 s, waits and long kernels add 0.12. It came out 12 and 3 % too short: this host drifts, as error bars of 15
+# and 7 % say. On a calmer host, launches took 18 µs, and the predictions were 5 % too short and 10 % too long.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -486,11 +489,12 @@ with lab.attempt("A CUDA graph of grouped"):
     print(f"grouped, captured, in one call: {host_us(graph.replay, 50):.0f} µs")
 
 # %% [markdown]
-# **Measurement.** gpt-oss in four ways: the loop; *grouped* (`labutils/layers/grouped_moe.py`), with attention in one kernel,
-# packed texts, a fused AdamW and no loss read in between; *captured*, the same as one CUDA graph; *compiled*, captured with
-# compiled blocks, plain adapters and a loss that never forms all logits.
+# **Measurement.** gpt-oss in five ways: the loop; *grouped*, with the library's own grouped products; *rewritten*, with ours
+# (`labutils/layers/grouped_moe.py`), attention in one kernel, packed texts, a fused AdamW and no loss read in between;
+# *captured*, that as one CUDA graph; *compiled*, captured with compiled blocks, plain adapters and a loss that never forms all
+# logits.
 #
-# **Your prediction:** how many times as fast as the loop is *grouped*, all five changes?
+# **Your prediction:** how many times as fast as the loop is *grouped*?
 
 # %%
 my_grouped: float | None = None  # for example 1.2
@@ -511,12 +515,11 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to an eighth and halved the kernels' time. The step fell to a fifth. Launches now take the
-# host 172 ms, and kernels 234: the GPU decides. So *captured* adds little, and *compiled* shortens kernels. What grouping alone
-# gives was not measured.
+# On the H200 *grouped* cut launches to a seventh, and the step to 28 %. Launches now take the host 235 ms, kernels 438: the GPU
+# decides. *Rewritten* halves the kernels; launches take as long as they. *Captured* ends that, and *compiled* shortens kernels.
 #
-# Pictures show two milliseconds of a forward pass. Where the host's row is white, Python is at work. Rare kernels are drawn
-# wider than they last.
+# Traced pictures show two milliseconds in which the GPU is as busy as in the whole step. The last one is the replay's. White in
+# the host's row is Python. Rare kernels are drawn wider than they last.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -538,9 +541,8 @@ with lab.attempt("Host and GPU, from traces"):
     plt.show()
 
 # %% [markdown]
-# The first two don't show section 4's result. The profiler slows the host: the dense model's gaps are its doing. The expert
-# loop's gaps lie elsewhere in the step: here long kernels let the host run ahead. Captured, one call, the long bar, launches
-# all.
+# The profiler slows the host: the dense model's gaps are its doing. The expert loop's are not: the replay has them without it.
+# Captured, one call launches all.
 #
 # **Takeaway.** Fewer launches need no new card.
 
@@ -569,8 +571,7 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour made the step 1.7 times as long. Delays added 1.1 and 1.3 times their sum to that; we don't know why.
-# So $c$ is read anew below.
+# On the H200 the detour made the step 2.4 times as long. Delays added 0.8 and 1.2 times their sum to that; we don't know why.
 #
 # **Measurement.** Section 4 has timed its steps beside slower hosts, and read $c$ beside each.
 
@@ -615,11 +616,11 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# Left of a crossing, the x, this card wins. On the H200 the expert loop's launches took 1.9 and 2.8 times as long, and the
-# curve misses these steps by 3 %. It crosses the line at 5 µs more for a launch. The line, the Blackwell card with today's
-# host, is a scaling that nothing tests.
+# Left of a crossing, the x, this card wins. On the H200 the expert loop's launches took 2.1 and 3.1 times as long, and the
+# curve misses these steps by 2 and 15 %. It crosses the line at 4 µs more for a launch, give or take 4. The line is a scaling
+# that nothing tests.
 #
-# The dense model's two slowed steps took 741 and 889 ms: they test nothing.
+# The dense model's slowed steps took 798 to 1,114 ms: 8 % too short says little.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -698,11 +699,11 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop they are 1.3 times apart: the host decides,
-# except on the Blackwell card, whose kernels take 1.29 s.
+# Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop they are 1.2 times apart: the host decides on
+# all four.
 #
-# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed here. A kWh is counted at full rated
-# power. Our H200 drew 278 of its 700 W in the loop and 656 captured: for energy, trust the captured rows.
+# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed. A kWh is counted at full rated power.
+# Our H200 drew 224 of its 700 W in the loop and 641 captured: for energy, trust the captured rows.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -760,7 +761,7 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 # %% [markdown]
 # Padded, the article's 9,200 would be 96 % of the H100's peak, which no training step reaches. Without checkpointing 32 such
 # texts fit no card. So the article's texts were probably not padded so far. Everything below is computed *padded* and *at the
-# mean length*. Where the two disagree, the model can't judge.
+# mean length*. Where they disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -851,18 +852,19 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor. The shares of the peak are those of 4 texts. Products of 32 probably reach more. On Qwen3-32B the H100
-# leads by its peak's 2.25, by construction; the article's by 2.56.
+# These counts are poor. The shares of the peak are those of 4 texts; 32 probably reach more. On Qwen3-32B the H100 leads by its
+# peak's 2.25, by construction; the article's by 2.56.
 #
-# On gpt-oss's short texts the host decides on both cards: they are 1 to 4 % apart here, 2 in the article. On long ones the
+# On gpt-oss's short texts the host decides on both cards: they are 1 to 3 % apart here, 2 in the article. On long ones the
 # article says 1.3 for the Blackwell card, its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if the host decides. The
 # Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$:
-# above 45 µs padded, 19 at the mean length. At this host's 18 µs the cards are level at the mean length, the H100 idle for half
-# of its step; padded it wins, hardly idle. By section 7's rule, mostly bandwidth, the cards draw level at 22 µs, not 19.
+# above 44 µs padded, 19 at the mean length. At this host's 23 µs it loses at the mean length, idle for two thirds of its step;
+# at the calmer host's 18 the cards are level. Padded it wins. By section 7's rule, mostly bandwidth, the cards draw level at 22
+# µs, not 19.
 #
 # The article's short counts tell its host's $c$: 12.5 s a step, so 25 µs. Then the model gives the Blackwell card 1.3 at the
-# mean length, as the article says, 1.1 by section 7's rule, and 0.6 padded. With equal batches the H100 could not lose: the
-# same $nc$, shorter kernels. So the verdict hangs on host and batch.
+# mean length, as the article says, and 0.6 padded. With equal batches the H100 could not lose: the same $nc$, shorter kernels.
+# So the verdict hangs on host and batch.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
