@@ -44,10 +44,8 @@ ROUND_MS = {"tiny": 100, "small": 400, "full": 400}
 """A round lasts at least this long: a handful of 25 ms steps can't tell noise from drift."""
 SETTLE_MS = 100
 """A recipe runs at least this long on a GPU before it is timed."""
-LONG_MS = 4 * SETTLE_MS
-"""A step of this length needs no settling, which would take as long again. Recipes take turns
-without a pause: on an H200 a visit's first step of 0.9 to 1.3 s took within 0.1 % of the next one's
-time. At 0.4 s the host's noise, several percent, hides the difference."""
+LONG_MS = 50 * SETTLE_MS
+"""A step of this length needs no settling, which would take as long again."""
 WATCH_MS = 2000
 """Utilisation is watched at least this long: the driver renews it a few times a second only."""
 TRIES = 3
@@ -336,9 +334,9 @@ class Candidate:
         measure(self.trainer, self.steps_to_settle)
 
     def measure(self, steps: int, lead_in: int = 1) -> StepTimes:
-        """A round of `steps` timed steps, settled before; with the same batches each time, those
-        `lead_in` steps after where the first round began: as many as the `steps_to_drain` of the
-        recipe that takes most. What needs no settling passes over them without a step.
+        """A round of `steps` timed steps, settled before; with the same batches each time, rewound
+        to where the first round began, and `lead_in` steps on from there: as many as the
+        `steps_to_drain` of the recipe that takes most, so that all are timed on the same batches.
 
         It is taken once more where something was compiled in it: the second of two sizes may first
         come up here, and would be on record as a step of a minute. A recipe that never stops
@@ -348,10 +346,8 @@ class Candidate:
             self.settle()
         for _ in range(TRIES):
             if self.same_batches:
-                untimed = lead_in if self.steps_to_settle else 0
-                passed = (lead_in - untimed) * self.trainer.recipe.accumulation
-                self.trainer.rewind_data(self.timed_from + passed)
-                measure(self.trainer, untimed)
+                self.trainer.rewind_data(self.timed_from)
+                measure(self.trainer, lead_in)
             graphs, times = graphs_so_far(), StepTimes()
             for _ in timed(self.trainer, steps, times):
                 self.trainer.step()
