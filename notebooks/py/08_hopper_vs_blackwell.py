@@ -22,8 +22,8 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You write a model of ten lines that predicts a step on cards that you don't have. Tested on H200s alone, its longer version
-# came within 20 % of every step.
+# You write a model of ten lines that predicts a step on cards that you don't have. On H200s alone, its longer version came
+# within 20 % of each step that it replayed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -307,7 +307,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** An operation takes the H200's host 8 to 47 µs, and may launch several kernels: measure your own loop's $c$.
+# **Takeaway.** An operation takes the H200's host 8 to 47 µs, and may launch several kernels: section 4 shows $c$.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -370,12 +370,12 @@ for width in wider:
     print(f"    predicted {predicted:.1f} ms, measured {measured:.1f}, by your replay {mine:.1f}")
 
 # %% [markdown]
-# On the H200 they came out 0.5 ms too long and 0.4 too short.
+# On the H200 they came out 0.5 ms too long and 0.4 too short. Without waits the larger sum does as well.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
-# It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four short texts, of 117 tokens, are timed
-# right before and right after the step that is predicted. The *error bar* is half the difference of their two predictions.
-# *Floor* is lab 00's.
+# It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$, right
+# before and right after the predicted step. The *error bar* is half the difference of the two predictions. *Floor* is lab 00's,
+# *by* the deciding clock.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
 # after the other, and asks the GPU for each which tokens belong to it.
@@ -423,9 +423,9 @@ print(f"{len(beyond)} of {len(loops)} predictions are off by more than their err
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Of the dense model's step, kernels take 369 ms, launches 345. It came out 7 % too short: the replay knows no gaps between
-# kernels, which we did not measure. The expert loop goes by the *host*, at 23 µs a launch; the GPU is idle for 71 %. Launches
-# take 1.38 s, waits and long kernels add 0.11. It came out 12 and 3 % too short. Error bars know only how far the host's two
+# Of the dense model's step, kernels take 369 ms, launches 345. It came out 7 % too short, perhaps for gaps between kernels,
+# which the replay doesn't know. The expert loop goes by the *host*, at 23 µs a launch; the GPU is idle for 71 %. Launches take
+# 1.38 s, waits and long kernels add 0.11. It came out 12 and 3 % too short. Error bars know only how far the host's two
 # readings differ. On another H200 launches took 18 µs, then 24: 5 % too short, then 10 % too long.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
@@ -514,12 +514,13 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh, and the step to 27 %, on another host to 36. Launches now take 234 ms,
-# kernels 438: the GPU decides. *Rewritten* halves the kernels; launches take as long. *Captured* ends that, and *compiled*
-# shortens kernels.
+# On the H200 *grouped* cut launches to a seventh and made the step 3.6 times as fast, on another host 2.8. Launches now take
+# 234 ms, kernels 438: the GPU decides. *Rewritten* halves the kernels' time: launches take as long as they. *Captured* ends
+# that, and *compiled* shortens kernels.
 #
-# Traced pictures show two milliseconds in which the GPU is as busy as in the whole traced step. White in the host's row is
-# Python or PyTorch; in the last picture, the replay's, a wait. Rare kernels are drawn wider than they last.
+# Traced pictures show two milliseconds in which the GPU is as busy as in the whole traced step (the loop's shows no wait).
+# White in the host's row is Python or PyTorch; in the last picture, the replay's, a wait. Rare kernels are drawn wider than
+# they last.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -544,7 +545,7 @@ with lab.attempt("Host and GPU, from traces"):
 # The profiler slows the host: most of the dense model's gaps are its doing. The expert loop's are not: its timed step of 1.69 s
 # has 0.49 of kernels. Captured, one long call launches nearly all; *host, µs* is an empty launch's.
 #
-# **Takeaway.** Fewer launches need no new card.
+# **Takeaway.** Before a new card, try fewer launches.
 
 # %% [markdown]
 # ## 6 · A slower host
@@ -571,7 +572,7 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour alone made the step 2.4 times as long.
+# On the H200 the detour alone made the step 2.4 times as long; delays added 2.3 and 17.3 ms.
 #
 # **Measurement.** Section 4 has timed its steps with slower hosts, and read $c$ with each.
 
@@ -617,10 +618,10 @@ if flips:
 
 # %% [markdown]
 # It does, roughly: on the H200 the expert loop's launches took 2.1 and 3.1 times as long, and the predictions missed by 2 and
-# 15 %. Left of an x this card wins, if the Blackwell card keeps today's host: here up to 4 µs more for a launch, give or take
-# 4. The line is a scaling that nothing tests.
+# 15 %; single steps differ by 20 and 26. Left of an x the H200 beats a Blackwell card with today's host: up to 4 µs more for a
+# launch, less than H200 hosts differ. No measurement tests that card's line.
 #
-# The dense model's slowed steps took 798 to 1,114 ms: 8 % too short says little.
+# The dense model's slowed steps scattered from 798 to 1,114 ms: its 8 % says little.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -698,12 +699,11 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# The table's last row has ms, without copies. Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop
-# they are 1.2 times apart: the host decides, on the Blackwell card barely.
+# In the table by kind, rows are factors; the last is ms without copies. Captured, kernels decide: cards are up to 4.5 times
+# apart. In the expert loop they are 1.2 times apart: the host decides, on the Blackwell card barely.
 #
-# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed, over three years of eight hours a
-# day. A kWh is counted at full rated power. Our H200 drew 224 of its 700 W in the loop and 641 captured: for energy, trust the
-# captured rows.
+# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed, over three years. A kWh is counted at
+# full rated power. Our H200 drew 224 of its 700 W in the loop and 641 captured.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -759,9 +759,9 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
     print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour")
 
 # %% [markdown]
-# Padded, the article's 9,200 would be 96 % of the H100's peak, which no training step reaches. Without checkpointing 32 such
-# texts fit no card. So the article's texts were probably not padded to 2,045. Everything below is computed *padded* and *at the
-# mean length*. Where they disagree, the model can't judge.
+# Padded, the article's 9,200 would be at least 96 % of the H100's peak, which no training step reaches. Without checkpointing
+# 32 such texts fit no card. So the article's texts were probably not padded to 2,045. Everything below is computed at both
+# extremes, *padded* and *at the mean length*. Where they disagree, the model can't judge.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -790,9 +790,9 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 
 # %% [markdown]
 # **The prediction.** We assume the smaller models' share of the dense peak: 29 and 10 %. Launches grow by the law, and by half
-# for checkpointing. $c$ and the share of waits are the sibling's, in the loop over experts: we assume that the article's ran
-# so. Then section 2's short form. A batch has the article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the article
-# found that 32 don't fit.
+# for checkpointing. $c$ and the share of waits are the smaller models'; we assume that the article looped over experts, too.
+# Then section 2's short form. A batch has the article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the article found
+# that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -859,11 +859,11 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # On long ones the article says 1.3 for the Blackwell card, its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if the
 # host decides. The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c >
 # K_\text{Blackwell} / (2n)$: above 44 µs padded, 19 at the mean length. At this host's 23 µs it loses at the mean length, idle
-# for two thirds of its step, and wins padded. By section 7's rule, mostly bandwidth, the limit is 22, not 19.
+# for two thirds of its step, and wins padded.
 #
 # The article's short counts tell its host's $c$: 12.5 s a step, so 25 µs. Then the model gives the Blackwell card 1.3 at the
 # mean length, as the article says, and 0.6 padded. With equal batches the H100 could not lose: the same $nc$, shorter kernels.
-# So the verdict hangs on host and batch.
+# So the verdict hangs on host, batch and padding.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -886,8 +886,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# At the mean length the article's count of Qwen3-32B is 1.46 times the model's, 1.12 if that is 30 % off, too. The verdict
-# allows 1.3, so it isn't safe.
+# At the mean length the article's count of Qwen3-32B is 1.46 times the model's, 1.12 if that is 30 % off, too. The verdict's
+# limit is 1.3: it could flip.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -1005,9 +1005,9 @@ my_ratio = None  # your number
 print(check("08.3", my_ratio))
 
 # %% [markdown]
-# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; the order
-# that this returns, // 4, is the token. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and
-# between them `theirs._apply_gate`. With grouped products, be twice as fast as `theirs`. `index_add_` sums a token's four.
+# **4. gpt-oss's own experts, grouped.** A token takes four experts, each with its *share*: sort `chosen.flatten()`; its indices
+# // 4 are the tokens. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
+# `theirs._apply_gate`. With grouped products, be twice as fast as `theirs`. `index_add_` sums a token's four.
 
 # %% tags=["exercise"]
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
