@@ -22,8 +22,8 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You write a model of ten lines that predicts a step on cards that you don't have. On H200s alone, its longer version came
-# within 20 % of each step that it replayed.
+# You write a model of ten lines that predicts a step on cards that you don't have. The course's longer version missed no step
+# of an H200 that it replayed by more than 20 %.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -307,7 +307,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** An operation takes the H200's host 8 to 47 µs, and may launch several kernels: section 4 shows $c$.
+# **Takeaway.** What an operation takes depends on the code around it: 8 to 47 µs here. Measure your own step's.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -374,8 +374,8 @@ for width in wider:
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$, right
-# before and right after the predicted step. The *error bar* is half the difference of the two predictions. *Floor* is lab 00's,
-# *by* the deciding clock.
+# before and right after the predicted step. The *error bar* is half the difference of the two predictions. *Floor* is lab 00's;
+# column *by* names the deciding clock.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
 # after the other, and asks the GPU for each which tokens belong to it.
@@ -423,10 +423,10 @@ print(f"{len(beyond)} of {len(loops)} predictions are off by more than their err
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Of the dense model's step, kernels take 369 ms, launches 345. It came out 7 % too short, perhaps for gaps between kernels,
-# which the replay doesn't know. The expert loop goes by the *host*, at 23 µs a launch; the GPU is idle for 71 %. Launches take
-# 1.38 s, waits and long kernels add 0.11. It came out 12 and 3 % too short. Error bars know only how far the host's two
-# readings differ. On another H200 launches took 18 µs, then 24: 5 % too short, then 10 % too long.
+# Of the dense model's step, kernels take 369 ms, launches 345. It came out 7 % too short, as all eight without delays did
+# somewhat: the replay knows no gaps between kernels. The expert loop goes by the *host*, at 23 µs a launch; the GPU is idle for
+# 71 %. Launches take 1.38 s, waits and long kernels add 0.11. It came out 12 and 3 % too short. Error bars know only how far
+# the host's two readings differ. On another H200 launches took 18 µs, then 24: 5 % too short, then 10 % too long.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -515,8 +515,8 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 3.6 times as fast, on another host 2.8. Launches now take
-# 234 ms, kernels 438: the GPU decides. *Rewritten* halves the kernels' time: launches take as long as they. *Captured* ends
-# that, and *compiled* shortens kernels.
+# 234 ms, kernels 438: the GPU decides. *Rewritten* halves the kernels' time, to that of the launches. *Captured* removes
+# launches, *compiled* shortens kernels.
 #
 # Traced pictures show two milliseconds in which the GPU is as busy as in the whole traced step (the loop's shows no wait).
 # White in the host's row is Python or PyTorch; in the last picture, the replay's, a wait. Rare kernels are drawn wider than
@@ -542,8 +542,9 @@ with lab.attempt("Host and GPU, from traces"):
     plt.show()
 
 # %% [markdown]
-# The profiler slows the host: most of the dense model's gaps are its doing. The expert loop's are not: its timed step of 1.69 s
-# has 0.49 of kernels. Captured, one long call launches nearly all; *host, µs* is an empty launch's.
+# The dense model's gaps are mostly the profiler's doing. The expert loop's are not: its timed step of 1.69 s has 0.49 of
+# kernels. Captured, one call launches nearly all; its long bar is probably the profiler's doing, too. Its *host, µs* is an
+# empty launch's.
 #
 # **Takeaway.** Before a new card, try fewer launches.
 
@@ -572,7 +573,7 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour alone made the step 2.4 times as long; delays added 2.3 and 17.3 ms.
+# On the H200 the detour alone made the step 2.4 times as long; delays of 3 and 15 ms added 2.3 and 17.3.
 #
 # **Measurement.** Section 4 has timed its steps with slower hosts, and read $c$ with each.
 
@@ -618,8 +619,8 @@ if flips:
 
 # %% [markdown]
 # It does, roughly: on the H200 the expert loop's launches took 2.1 and 3.1 times as long, and the predictions missed by 2 and
-# 15 %; single steps differ by 20 and 26. Left of an x the H200 beats a Blackwell card with today's host: up to 4 µs more for a
-# launch, less than H200 hosts differ. No measurement tests that card's line.
+# 15 %, where single steps scatter by 20 and 26. Horizontal: the Blackwell card with today's host, by section 7, untested. Left
+# of an x the H200 wins: up to 4 µs more for a launch, less than H200 hosts differ.
 #
 # The dense model's slowed steps scattered from 798 to 1,114 ms: its 8 % says little.
 #
@@ -737,8 +738,8 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
     print(f"{family}: a token meets {met[family] / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# **The bound.** Assume checkpointing, and that a batch pads its 32 long texts to the longest, 2,045 tokens. The article's H100
-# makes 9,200 examples an hour.
+# **The bound.** Assume checkpointing, and 32 long texts, 861 tokens on average, padded to the longest, about 2,045. The
+# article's H100 makes 9,200 examples an hour.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
 
@@ -856,14 +857,13 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # peak's 2.25, by construction; the article's by 2.56.
 #
 # On gpt-oss's short texts the host decides on both cards: the H100 leads by 1 to 3 %, in the article the Blackwell card by 2.
-# On long ones the article says 1.3 for the Blackwell card, its table 1.40. For 32 texts the H100 needs two steps: $2nc$ if the
-# host decides. The Blackwell card needs one: $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c >
-# K_\text{Blackwell} / (2n)$: above 44 µs padded, 19 at the mean length. At this host's 23 µs it loses at the mean length, idle
-# for two thirds of its step, and wins padded.
+# On long ones the article says 1.3 for the Blackwell card, its table 1.40. With equal batches the H100 could not lose: the same
+# launches, shorter kernels. But it takes 16 texts a step. For 32 it needs two steps, $2nc$ in all if the host decides; the
+# Blackwell card one, $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 44
+# µs padded, 19 at the mean length. This host's 23 µs lie between.
 #
-# The article's short counts tell its host's $c$: 12.5 s a step, so 25 µs. Then the model gives the Blackwell card 1.3 at the
-# mean length, as the article says, and 0.6 padded. With equal batches the H100 could not lose: the same $nc$, shorter kernels.
-# So the verdict hangs on host, batch and padding.
+# The article's own $c$ follows from its short counts: 32 texts in 12.5 s, so 25 µs. Then the Blackwell card gets 1.3 at the
+# mean length, as the article says, and 0.6 padded. The verdict hangs on host, batch and padding.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -886,8 +886,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# At the mean length the article's count of Qwen3-32B is 1.46 times the model's, 1.12 if that is 30 % off, too. The verdict's
-# limit is 1.3: it could flip.
+# At the mean length the article makes 1.46 times the model's count of Qwen3-32B. With steps 30 % faster 1.12 would remain,
+# below the verdict's limit of 1.3.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -979,8 +979,8 @@ lab.keep(Run("08", "moe adapters", metrics=attention_only, tags={"experiment": "
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too. So QLoRA's 70 GB
-# aren't enough: experts in 16 bits take 229. PEFT doesn't say that three of seven names were not found: print what was adapted.
+# PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too, and leaves them in
+# 16 bits: 229 GB, not the table's 70. PEFT doesn't say that three of seven names were not found: print what was adapted.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
@@ -998,7 +998,7 @@ print(check("08.2", my_steps))
 
 # %% [markdown]
 # **3.** Card A's kernels take 2.25 times as long as card B's, but B's memory holds only half of A's batch. The host decides on
-# both, with the same launches. How many times as many examples an hour does A give?
+# both, with the same launches. A's examples an hour are how many times B's?
 
 # %% tags=["exercise"]
 my_ratio = None  # your number
