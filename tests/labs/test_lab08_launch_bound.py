@@ -82,6 +82,8 @@ def test_a_study_predicts_shows_and_repeats(studied):
     assert abs(long.run.metric("off_by_percent")) < 100
     assert long.run.metric("error_bar_percent") >= 0
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
+    alone = lab08.study(texts("moe"), "moe", "grouped", steps=1)[0].run
+    assert alone.metric("launches") < long.run.metric("launches")
     with pytest.raises(KeyError, match="short"):  # a host is read from no other
         lab08.study({"long": texts("moe")["long"]}, "moe", "rewritten", steps=2)
     with pytest.raises(Unavailable, match="GPU"):
