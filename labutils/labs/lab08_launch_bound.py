@@ -133,8 +133,7 @@ class HostStep:
         back. None where the GPU decides even this step."""
         step_ms = statistics.median(self.step.timed(self.repeats, warmup=1))
         host = step_model.host_of(self.program, self.phases, step_ms)
-        ratios = self.ratios(program)
-        return host and host.times(ratios["operations_ratio"] / ratios["launches_ratio"])
+        return host and host.times(self.operations_ratio * self.program.launches / program.launches)
 
     def ratios(self, program: Program) -> dict[str, float]:
         """Operations and launches of the long step, which is `program`, for one of this."""
@@ -162,7 +161,7 @@ def study(
     recipe = variants(family)[way]
     with Trainer(texts["long"], recipe) as trainer:
         if way == "grouped":  # transformers 5 has it so by default
-            trainer.model.network.config._experts_implementation = "grouped_mm"
+            trainer.model.network.set_experts_implementation("grouped_mm")
         if recipe.driver != trainer.recipe.driver:
             raise Unavailable("CUDA graphs need an NVIDIA GPU")
         short, step = None, OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
@@ -184,7 +183,8 @@ def study(
 def typical_stretch(trace: Trace) -> dict[str, list[tuple[float, float, str]]]:
     start, end = trace.step_windows[0]
     places, busy = trace.busy_over_time(math.ceil((end - start) / SHOWN_MS))
-    off = [abs(share - statistics.fmean(busy)) for share in busy]
+    mean = statistics.fmean(busy or [0.0])
+    off = [abs(share - mean) for share in busy]
     start += places[off.index(min(off))] if off else 0.0
     return trace.timeline((start, start + SHOWN_MS))
 

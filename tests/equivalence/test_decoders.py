@@ -266,10 +266,8 @@ def test_an_example_that_does_not_fit_is_refused(workload):
 
 def test_the_processor_makes_as_many_tokens(llava):
     for example, size in zip(llava.dataset(None, BASE), llava.example_sizes(BASE), strict=True):
-        assert (len(example["input_ids"]), len(example["pixel_values"])) == (
-            size.tokens,
-            size.tiles,
-        )
+        counted = len(example["input_ids"]), len(example["pixel_values"])
+        assert counted == (size.tokens, size.tiles)
         assert (example["labels"] != IGNORED).sum() == size.answers
 
 
