@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -47,7 +48,8 @@ FEW_STEPS, READING_MS = 3, 1500
 """A reading of the host has at least so many steps, and lasts at least so long."""
 SLOWED_STEPS = 4
 SHOWN_MS = 2.0
-"""Of a traced step so many milliseconds are shown: some in which the GPU is as busy as in all."""
+"""Of a traced step so many milliseconds are shown: some in which the GPU is as busy, and the host
+waits as often, as in all of it."""
 
 
 def variants(family: str) -> dict[str, Recipe]:
@@ -131,14 +133,16 @@ class HostStep:
     def read(self, program: Program) -> Host | None:
         """What a launch of `program` takes now, by the median of a few steps, after one to come
         back. None where the GPU decides even this step."""
-        step_ms = statistics.median(self.step.timed(self.repeats, warmup=1))
-        host = step_model.host_of(self.program, self.phases, step_ms)
+        self.ms = statistics.median(self.step.timed(self.repeats, warmup=1))
+        host = step_model.host_of(self.program, self.phases, self.ms)
         return host and host.times(self.operations_ratio * self.program.launches / program.launches)
 
-    def ratios(self, program: Program) -> dict[str, float]:
-        """Operations and launches of the long step, which is `program`, for one of this."""
+    def told(self, program: Program) -> dict[str, float]:
+        """The last reading, and operations and launches of the long step, which is `program`, for
+        one of this."""
+        found = {"short_ms": self.ms, "short_kernels_ms": self.program.kernel_ms}
         launches = program.launches / self.program.launches
-        return {"operations_ratio": self.operations_ratio, "launches_ratio": launches}
+        return found | {"operations_ratio": self.operations_ratio, "launches_ratio": launches}
 
 
 def operations_of(step: OnOneBatch) -> int:
@@ -166,8 +170,7 @@ def study(
             raise Unavailable("CUDA graphs need an NVIDIA GPU")
         short, step = None, OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
         if recipe.driver != "graph":
-            few = OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe))
-            short = HostStep(few, step)
+            short = HostStep(OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe)), step)
         plain = predict_and_measure(tags_of(family, way), step, short, steps)
         found = [plain]
         for delay in delays:
@@ -183,9 +186,13 @@ def study(
 def typical_stretch(trace: Trace) -> dict[str, list[tuple[float, float, str]]]:
     start, end = trace.step_windows[0]
     places, busy = trace.busy_over_time(math.ceil((end - start) / SHOWN_MS))
-    mean = statistics.fmean(busy or [0.0])
-    off = [abs(share - mean) for share in busy]
-    start += places[off.index(min(off))] if off else 0.0
+    waits = Counter(int((wait.start - start) / (end - start) * len(places)) for wait in trace.waits)
+    counts = busy, [waits[part] for part in range(len(places))]
+
+    def off(part: int) -> float:
+        return sum(abs(of[part] * len(of) / max(sum(of), 1) - 1) for of in counts)
+
+    start += min(zip(map(off, range(len(places))), places, strict=True), default=(0, 0.0))[1]
     return trace.timeline((start, start + SHOWN_MS))
 
 
@@ -235,10 +242,10 @@ def predict_and_measure(
         "launches": program.launches,
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
-        "host_us": 1e3 * host.mean_ms(program),
         "host_from": "short texts" if learnt else "the shortest call",
     }
-    run.metrics |= short.ratios(program) if short else {}
+    if short:
+        run.metrics |= {"host_us": 1e3 * host.mean_ms(program)} | short.told(program)
     if not program.takes_turns:
         busy = min(1.0, program.kernel_ms / step_ms)
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}

@@ -205,15 +205,13 @@ for k in (0.004, 0.04):  # ms of a kernel; a launch takes the host 0.03
 
 
 # %%
-def clocks(launches, first=0):
-    """By the course's replay: when the host makes each launch from the `first` on, and when its
-    kernel runs."""
+def clocks(launches):
+    """By the course's replay: when the host makes each launch, and when its kernel runs."""
     queue, rows = [Queued(*launch) for launch in launches], {"host": [], "GPU": []}
-    zero, _ = course_replay(queue[:first], 1)[-1]
-    for at, (c, k, _) in enumerate(queue[first:], first):
+    for at, (c, k, _) in enumerate(queue):
         (began, _), (_, ended) = (course_replay(queue[:end], 1)[-1] for end in (at, at + 1))
-        rows["host"].append((began - zero, c, "launch"))
-        rows["GPU"].append((ended - k - zero, k, "kernel"))
+        rows["host"].append((began, c, "launch"))
+        rows["GPU"].append((ended - k, k, "kernel"))
     return rows
 
 
@@ -336,22 +334,30 @@ def queue_of(profiler):
 # %%
 def studied_step(width):
     """(a step, its queue five times over): forward and backward pass through 24 layers."""
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24))).to(lab.device)
+    layers = [nn.Linear(width, width).to(lab.device) for _ in range(24)]
     x = torch.randn(512, width, device=lab.device)
-    step = lambda: model(x).square().mean().backward()
+
+    def step():
+        h = x
+        for at, layer in enumerate(layers):
+            h = layer(h)
+            if at % 4 == 3:
+                h[0, 0].item()  # the host waits
+        h.square().mean().backward()
+
     step()
     with torch.profiler.profile() as profiler:
         for _ in range(5):
             step()
-        synchronize()
+            synchronize()
     return step, queue_of(profiler)
 
 
 # %%
-thin, *wider = (16, 64, 256) if lab.scale == "tiny" else (16, 512, 4096)
+thin, *wider = (16, 64, 256) if lab.scale == "tiny" else (16, 2048, 4096)
 toys = {width: studied_step(width) for width in (thin, *wider)}
 ms = {width: [] for width in toys}
-for turn, width in product(range(30), toys):  # in turns: the host drifts
+for _, width in product(range(15), [*toys, *reversed(toys)]):  # in turns: the host drifts
     began = time.perf_counter()
     toys[width][0]()
     synchronize()
@@ -367,7 +373,8 @@ for width in wider:
     predicted, mine = courses(launches) / 5, replay(launches) / 5
     kernels, measured = sum(k for k, _ in queue) / 5, np.median(ms[width])
     print(f"{len(queue) / 5:.0f} launches of {1e3 * c:.1f} µs, kernels of {kernels:.1f} ms:")
-    print(f"    predicted {predicted:.1f} ms, measured {measured:.1f}, by your replay {mine:.1f}")
+    off = f"{predicted:.1f} ms, {predicted / measured - 1:+.0%}"
+    print(f"    measured {measured:.1f} ms, predicted {off}, by your replay {mine:.1f} ms")
 
 # %% [markdown]
 # On the H200 they came out 0.5 ms too long and 0.4 too short. Without waits the larger sum does as well.
@@ -407,7 +414,7 @@ def study(family, way, delays=()):
 study("dense", "loop", delays=(20,) if on_gpu else ())
 for workload in texts["dense"].values():
     workload.release_weights()
-study("moe", "expert loop", delays=(0, 20))
+study("moe", "expert loop", delays=(20,))
 
 # %%
 columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "error_bar_percent")
@@ -415,9 +422,31 @@ columns += ("step_ms", "floor_ms", "off_by_percent", "by")
 plain = {"variant": False, "delay_us": False}
 loops = [step.run for step in studied.values() if step.run.has(**plain)]
 lab.show(loops, columns, experiment="steps", **plain)
+
+
+def print_spread(runs):
+    for run in runs:
+        ms = run.samples["step_ms"]
+        print(f"{run.label}: {len(ms)} steps of {min(ms):.0f} to {max(ms):.0f} ms")
+
+
+columns = ("short_ms", "short_kernels_ms", "operations_ratio", "launches_ratio", "host_us")
+lab.show(loops, columns, experiment="steps", **plain)
+print_spread(loops)
 off = {run.label: abs(run.metric("off_by_percent")) for run in loops}
 beyond = [run for run in loops if off[run.label] > run.metric("error_bar_percent")]
 print(f"{len(beyond)} of {len(loops)} predictions are off by more than their error bar.")
+
+
+# %%
+def launches_of(step):
+    return [(step.host.of(phase), k, waits) for phase, k, waits in step.program.pieces]
+
+
+for label in ("dense, texts long", "moe, texts long"):
+    launches, of = launches_of(studied[label]), studied[label].program.steps
+    mine, course = replay(launches) / of, courses(launches) / of
+    print(f"{label}: by your replay {mine:.0f} ms, by the course's {course:.0f}")
 
 # %%
 lab.verdict("A3.moe.launches", "A3.dense.busy")
@@ -507,8 +536,8 @@ for workload in texts["moe"].values():
     workload.release_weights()
 
 # %%
-columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "step_ms", "speed-up")
-columns += ("floor_ms", "power_w")
+columns = ("launches", "waits", "host_us", "kernels_ms", "predicted_ms", "step_ms")
+columns += ("off_by_percent", "speed-up", "floor_ms", "power_w")
 of = {"model": "moe", "texts": "long", "delay_us": False}
 ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
@@ -522,6 +551,17 @@ lab.show(ways, columns, experiment="steps", **of)
 # White in the host's row is Python or PyTorch; in the last picture, the replay's, a wait. Rare kernels are drawn wider than
 # they last.
 
+
+# %%
+def typical(step, size=120):
+    """Launches in a row that keep the GPU as busy as the whole step, once it has caught up."""
+    launches, busy = launches_of(step), step.program.kernel_ms / step.run.metric("predicted_ms")
+    caught_up = [0, *(at + 1 for at, (*_, waits) in enumerate(launches[:-size]) if waits)]
+    off = lambda at: abs(sum(k - busy * c for c, k, _ in launches[at : at + size]))
+    first = min(caught_up, key=off)
+    return launches[first : first + size]
+
+
 # %%
 with lab.attempt("Host and GPU, from traces"):
     if not on_gpu:
@@ -533,13 +573,11 @@ with lab.attempt("Host and GPU, from traces"):
         plots.timeline(ax, {"host": host, "GPU": lanes.get("GPU", [])})
         ax.set_title(f"{name}: traced")
         plt.show()
-    step = studied["moe, texts long"]
-    launches = [(step.host.of(phase), k, waits) for phase, k, waits in step.program.pieces]
-    first = round(0.15 * step.program.launches)
-    fig, ax = plt.subplots(figsize=(7.2, 2))
-    plots.timeline(ax, clocks(launches[: first + 100], first))
-    ax.set_title(f"{step.run.label}: by the replay")
-    plt.show()
+    for label in ("dense, texts long", "moe, texts long"):
+        fig, ax = plt.subplots(figsize=(7.2, 2))
+        plots.timeline(ax, clocks(typical(studied[label]))).set_xlim(0, 2)
+        ax.set_title(f"{label}: by the replay")
+        plt.show()
 
 # %% [markdown]
 # The dense model's gaps are mostly the profiler's doing. The expert loop's are not: its timed step of 1.69 s has 0.49 of
@@ -610,9 +648,11 @@ for family, (us, *_) in flips.items():
 ax.set_xlabel("extra host time for a launch, µs")
 plt.show()
 columns = ("host_us", "predicted_ms", "error_bar_percent", "step_ms", "off_by_percent")
-lab.show(slowed, columns, experiment="steps", delay_us=(0.0, 20.0))
+lab.show(slowed, columns, experiment="steps", delay_us=20.0)
+print_spread(slowed)
 for family, (us, low, high) in flips.items():
-    print(f"{family}: the Blackwell card draws level at {us:.1f} µs more ({low:.1f} to {high:.1f})")
+    print(f"{family}: the Blackwell card draws level at {us:.1f} µs more")
+    print(f"    {low:.1f} to {high:.1f}, if its replay errs as this card's did")
 if flips:
     found = {f"{family}_us": us for family, (us, *_) in flips.items()}
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
@@ -654,16 +694,16 @@ with lab.attempt("Kernels by kind"):
     step, kinds = studied["moe, texts long"], []
     flops_a_byte = step.work.flops / step.work.bytes
     for kind, (ms, _) in step.program.work.items():
-        row = {"expert loop": kind, "ms a step": ms / step.program.steps}
+        row = {"times as fast": kind, "ms a step here": ms / step.program.steps}
         for name in CARDS:
             row[name] = times_as_fast(kind, find_spec(name), here, flops_a_byte)
             course = step_model.scale(kind, find_spec(name), here, "bf16", flops_a_byte)
             assert math.isclose(row[name], course)
-        kinds.append(row)
-    on = lambda name: step.program.on(find_spec(name), here, "bf16", flops_a_byte)
+        kinds += [row] * (kind != "copy")
+    on = lambda name: step.program.on(find_spec(name), here, "bf16", flops_a_byte, empty_ms)
     in_all = {name: on(name).kernel_ms for name in CARDS}
-    kinds.append({"expert loop": "kernels, ms", "ms a step": step.program.kernel_ms} | in_all)
     lab.table(pd.DataFrame(kinds))
+    lab.table(pd.DataFrame([{"expert loop": "kernels, ms a step"} | in_all]))
 
 # %%
 cards = None
@@ -808,14 +848,17 @@ grown = {"dense": 64 / dense_size.layers}
 grown["moe"] = law(36, 128) / law(moe_size.layers, moe_size.experts)
 for family, step in basis.items():
     print(f"{family}: kernels reach {step.metric('reached'):.0%} of the dense peak")
+    K, n, c, waits = map(step.metric, ("kernels_ms", "launches", "host_us", "waits"))
+    short = f"{short_form(K, n, c / 1e3, waits):,.0f} ms by the short form"
+    print(f"    {short}, {step.metric('step_ms'):,.0f} measured")
 
 
-def large_step(name, family, tokens):
+def large_step(name, family, tokens, host_us=None):
     """Seconds of (kernels, launches, step) of the large model on a card."""
     of = basis[family].metric
     K = 1.5 * 4 * met[family] * tokens / (1e12 * find_spec(name).dense["bf16"] * of("reached"))
     launches = 1.5 * grown[family] * of("launches")
-    c = of("host_us") / 1e6
+    c = (host_us or of("host_us")) / 1e6
     return K, launches * c, short_form(K, launches, c, launches * of("waits") / of("launches"))
 
 
@@ -824,12 +867,12 @@ ids, kinds = {"dense": "A3.32b.h100", "moe": "A3.120b.h100"}, {"short": SHORT, "
 heads = ("model", "texts", "card", "article", "host, s", "kernels, s", "step, s", "examples/h")
 
 
-def both_cards(padded):
+def both_cards(padded, host_us=None):
     found = []
     for family, kind, name in product(ids, kinds, (BLACKWELL, H100)):
         n = 16 if (family, kind, name) == ("moe", "long", H100) else 32
         length = expected_longest(kinds[kind], n) if padded else kinds[kind].mean
-        K, host, t = large_step(name, family, n * length)
+        K, host, t = large_step(name, family, n * length, host_us)
         published = claims.claim(f"{ids[family]}-{kind}").published[name == H100]
         found.append((family, kind, name, published, host, K, t, 3600 * n / t))
     return pd.DataFrame(found, columns=heads)
@@ -848,6 +891,16 @@ for reading, padded in {"padded": True, "mean": False}.items():
     print(f"{reading}: the cards draw level where a launch takes {tie_us:.0f} µs. Here: {us:.0f}.")
     print(f"    All eight counts: {near.min():.2f} to {near.max():.2f} times the article's.")
 lab.table(counts)
+
+# %%
+short_s, launches = 32 * 3600 / 9200, counts["host, s"].iloc[-1] / (us / 1e6)
+lead = []
+for host, c in {"this": us, "the article's, by its short texts": 1e6 * short_s / launches}.items():
+    rates = {way: both_cards(way == "padded", c)["examples/h"] for way in ("padded", "mean")}
+    ratios = {way: rate.iloc[-2] / rate.iloc[-1] for way, rate in rates.items()}
+    lead.append({"host": host, "µs a launch": c} | ratios)
+lab.show("gpt-oss-120b, long texts: Blackwell's examples over the H100's, predicted")
+lab.table(pd.DataFrame(lead))
 if mine:
     lab.keep(Run("08", "two cards", metrics=found, tags={"experiment": "model of two cards"}))
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
@@ -910,6 +963,7 @@ four_bit = (experts + others) * 4 / 8e9
 mxfp4 = 4 + 8 / 32  # bits a number: 32 numbers share a scale of 8 bits
 published = (experts * mxfp4 + others * 16) / 8e9
 print(f"4 bits for all: {four_bit:.1f} GB; as published, experts in MXFP4: {published:.1f} GB")
+print(f"The experts alone, in 16 bits: {experts * 2 / 1e9:.0f} GB")
 assert abs(weight_gb(GPT_OSS_120B, 4, 4) - four_bit) < 1e-6
 
 # %%
@@ -947,7 +1001,8 @@ peaks, found = [], {"lora_120b_batch_1_gb": weight_gb(GPT_OSS_120B, 16, 16)}
 for metric, (method, model, batch) in cases.items():
     gb = memory_gb(sizes[model], batch, **methods[method])
     found[metric] = sum(gb.values())
-    name = {"GB, predicted": f"{model}, {method}, batch {batch}"}
+    bits = ", if experts had 4 bits" * (model == "120b")
+    name = {"GB, predicted": f"{model}, {method}, batch {batch}{bits}"}
     peaks.append(name | gb | {"in all": found[metric]})
 lab.table(pd.DataFrame(peaks))
 tags = {"experiment": "model of memory"}
