@@ -880,9 +880,10 @@ def both_cards(padded, host_us=None):
 
 # %%
 found, us = {}, basis["moe"].metric("host_us")
-counts = both_cards(padded=False)[list(heads[:5])]
+counts = pd.DataFrame()
 for reading, padded in {"padded": True, "mean": False}.items():
     by_card = both_cards(padded)
+    counts[list(heads[:5])] = by_card[list(heads[:5])]
     found |= two_cards(by_card, "" if padded else "_mean")
     for column in ("kernels, s", "examples/h"):
         counts[f"{reading}: {column}"] = by_card[column]
