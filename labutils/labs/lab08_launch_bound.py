@@ -192,7 +192,8 @@ def typical_stretch(trace: Trace) -> dict[str, list[tuple[float, float, str]]]:
     def off(part: int) -> float:
         return sum(abs(of[part] * len(of) / max(sum(of), 1) - 1) for of in counts)
 
-    start += min(zip(map(off, range(len(places))), places, strict=True), default=(0, 0.0))[1]
+    if places:
+        start += places[min(range(len(places)), key=off)]
     return trace.timeline((start, start + SHOWN_MS))
 
 
