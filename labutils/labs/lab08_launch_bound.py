@@ -5,9 +5,8 @@
 
 One trainer serves two batches: four texts of the dataset's mean length, and four short ones.
 Batches are fixed, as a step's time is predicted from a trace of the same work. The host's time
-comes from the step on short texts, which the host decides. A host's speed changes, so that step is
-read right before and right after the one that it predicts, and the prediction takes the host
-halfway between.
+comes from the step on short texts, which the host decides. A host's speed changes from one second
+to the next, so steps on short and on long texts take turns.
 
 Nothing is timed before the profiler has run. After its first trace CUPTI stays attached to the
 process and slows launches (https://github.com/pytorch/pytorch/issues/144455): a step read before
@@ -32,8 +31,8 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Host, Program, replayed_ms
 from labutils.profiling.trace import Trace
-from labutils.profiling.utilization_and_power import Energy
 from labutils.recipe import Recipe, Unavailable
+from labutils.results.effects import interval
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer
 from labutils.training.benchmark import empty_run
@@ -44,9 +43,7 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-FEW_STEPS, READING_MS = 3, 1500
-"""A reading of the host has at least so many steps, and lasts at least so long."""
-SLOWED_STEPS = 4
+SLOWED_STEPS = 6
 SHOWN_MS = 2.0
 """Of a traced step so many milliseconds are shown: some in which the GPU is as busy, and the host
 waits as often, as in all of it."""
@@ -124,25 +121,16 @@ class HostStep:
 
     def __init__(self, step: OnOneBatch, long: OnOneBatch) -> None:
         self.step = step
-        some_ms = statistics.median(step.timed(FEW_STEPS, warmup=2))
-        self.repeats = max(FEW_STEPS, math.ceil(READING_MS / some_ms))
+        step.timed(0, warmup=3)
         trace = step.traced()
         self.program, self.phases = Program.of(trace), trace.host_breakdown()
         self.operations_ratio = operations_of(long) / operations_of(step)
 
-    def read(self, program: Program) -> Host | None:
-        """What a launch of `program` takes now, by the median of a few steps, after one to come
-        back. None where the GPU decides even this step."""
-        self.ms = statistics.median(self.step.timed(self.repeats, warmup=1))
-        host = step_model.host_of(self.program, self.phases, self.ms)
+    def host(self, program: Program, step_ms: float) -> Host | None:
+        """What a launch of the long step, which is `program`, takes where this one takes `step_ms`.
+        None where the GPU decides even this one."""
+        host = step_model.host_of(self.program, self.phases, step_ms)
         return host and host.times(self.operations_ratio * self.program.launches / program.launches)
-
-    def told(self, program: Program) -> dict[str, float]:
-        """The last reading, and operations and launches of the long step, which is `program`, for
-        one of this."""
-        found = {"short_ms": self.ms, "short_kernels_ms": self.program.kernel_ms}
-        launches = program.launches / self.program.launches
-        return found | {"operations_ratio": self.operations_ratio, "launches_ratio": launches}
 
 
 def operations_of(step: OnOneBatch) -> int:
@@ -197,6 +185,14 @@ def typical_stretch(trace: Trace) -> dict[str, list[tuple[float, float, str]]]:
     return trace.timeline((start, start + SHOWN_MS))
 
 
+def in_turns(step: OnOneBatch, short: HostStep | None, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of so many steps, and of as many on short texts, each right before one of them:
+    the host changes its speed from one second to the next."""
+    turns = {"short_ms": short.step, "step_ms": step} if short else {"step_ms": step}
+    rounds = [{name: each.timed(1)[0] for name, each in turns.items()} for _ in range(steps + 1)]
+    return {name: [times[name] for times in rounds[1:]] for name in turns}  # the first warms up
+
+
 def predict_and_measure(
     tags: dict[str, Any],
     step: OnOneBatch,
@@ -206,15 +202,16 @@ def predict_and_measure(
 ) -> PredictedStep:
     """Trace a step, time it, and predict it from all but its time.
 
-    short: tells what a launch takes the host, right before and right after. The prediction takes
-    the host halfway; half of what the two readings make of difference is `error_bar_percent`.
-    Without two readings a launch takes what the shortest call takes, which is too little, and the
-    bar is 0; `host_from` says so. `reached`: the share of the data sheet's roofline that its FLOPs
-    reach while kernels run. traced: the same step, traced before, perhaps beside another host.
+    short: tells what a launch takes the host, `host_us`; `error_bar_percent` is half of what the
+    95 % interval of its time makes of difference to the prediction. Without it a launch takes what
+    the shortest call takes, which is too little. `reached`: the share of the data sheet's roofline
+    that the step's FLOPs reach while kernels run. traced: the same step, traced before.
     """
     workload, recipe = step.trainer.workload, step.trainer.recipe
+    run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
     if traced is None:
-        steps = step.warm_up(steps)
+        steps, watts = step.warm_up(steps)
+        run.metrics = {"power_w": watts} if watts else {}
         trace = step.traced()
         program, lanes = Program.of(trace), typical_stretch(trace)
         work = workload.work_of(recipe, step.batch)
@@ -222,35 +219,36 @@ def predict_and_measure(
         gc.collect()  # a trace is a hundred thousand objects
     else:
         program, work, lanes = traced.program, traced.work, traced.lanes
-    before = short and short.read(program)
-    with Energy() as energy:
-        samples = step.timed(steps, warmup=1)
-    after = short and short.read(program)
-    if not (learnt := before is not None and after is not None):
-        before = after = Host(probe_machine("launch_us").median("launch_us") / 1e3)
-    host = before.halfway_to(after)
-    step_ms, predicted_ms = statistics.median(samples), replayed_ms(program, host)
-    moved_ms = abs(replayed_ms(program, before) - replayed_ms(program, after))
-    run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
-    run.tags, run.samples = tags, {"step_ms": [round(ms, 4) for ms in samples]}
-    run.metrics = {
-        "step_ms": summarise(samples),
+    run.tags, run.samples = tags, in_turns(step, short, steps)
+    run.metrics |= {name: summarise(times) for name, times in run.samples.items()}
+    host, moved = None, 0.0
+    if short:
+        short_ms, low_ms, high_ms = interval(run, "short_ms")
+        host = short.host(program, short_ms)
+        run.metrics |= {
+            "short_kernels_ms": short.program.kernel_ms,
+            "operations_ratio": short.operations_ratio,
+            "launches_ratio": program.launches / short.program.launches,
+        }
+    if host:
+        run.metrics["host_us"] = 1e3 * host.mean_ms(program)
+        moved = (high_ms - low_ms) / short_ms / 2
+    host = host or Host(probe_machine("launch_us").median("launch_us") / 1e3)
+    predicted_ms = replayed_ms(program, host)
+    low_ms, high_ms = (replayed_ms(program, host.times(1 + by)) for by in (-moved, moved))
+    run.metrics |= {
         "floor_ms": measured_roofline(recipe.precision).floor_ms(work.flops, work.bytes),
         "predicted_ms": predicted_ms,
-        "off_by_percent": 100 * (predicted_ms / step_ms - 1),
-        "error_bar_percent": 50 * moved_ms / predicted_ms,
+        "off_by_percent": 100 * (predicted_ms / run.metric("step_ms") - 1),
+        "error_bar_percent": 50 * (high_ms - low_ms) / predicted_ms,
         "by": step_model.decided_by(program, host),
         "launches": program.launches,
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
-        "host_from": "short texts" if learnt else "the shortest call",
     }
-    if short:
-        run.metrics |= {"host_us": 1e3 * host.mean_ms(program)} | short.told(program)
     if not program.takes_turns:
-        busy = min(1.0, program.kernel_ms / step_ms)
+        busy = min(1.0, program.kernel_ms / run.metric("step_ms"))
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
-    run.metrics |= {"power_w": energy.watts} if energy.watts else {}
     if (card := spec_of(machine_facts())) and recipe.precision in card.dense:
         rate = step_model.attainable(card, recipe.precision, work.flops / work.bytes)
         run.metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate

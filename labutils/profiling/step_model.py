@@ -171,12 +171,6 @@ class Host:
         """A host that takes so much longer for each piece."""
         return Host(self.other + added_ms, {at: ms + added_ms for at, ms in self.by_phase.items()})
 
-    def halfway_to(self, other: Host) -> Host:
-        """The host halfway between this reading and an `other` one of it, phase by phase."""
-        phases = {*self.by_phase, *other.by_phase}
-        halves = {phase: (self.of(phase) + other.of(phase)) / 2 for phase in phases}
-        return Host((self.other + other.other) / 2, halves)
-
     def mean_ms(self, program: Program) -> float:
         """Milliseconds a piece of `program`, on average."""
         return statistics.fmean(self.of(launch.phase) for launch in program.queue)

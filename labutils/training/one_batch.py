@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import Trace, profile
+from labutils.profiling.utilization_and_power import Energy
 from labutils.training.benchmark import timed
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Batch
 
 TIMED_MS = {"cuda": 1500, "cpu": 300}
 """A step is repeated at least this long before it is traced, so that a GPU keeps the clock of a
-later timing, and as long again when it is timed: a GPU's energy meter is slow."""
+later timing, and as its energy meter is slow. It is timed for as long again."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ class OnOneBatch:
             self.step()
         return times.step_ms
 
-    def warm_up(self, steps: int) -> int:
-        """How many steps, `steps` or more, take `TIMED_MS`, after warming up for as long."""
+    def warm_up(self, steps: int) -> tuple[int, float | None]:
+        """How many steps, `steps` or more, take `TIMED_MS`, after warming up for as long, and the
+        GPU's mean watts in that."""
         some_ms = min(self.timed(3)[1:])  # the first may compile
         enough = math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms)
-        self.timed(enough)
-        return max(steps, enough)
+        with Energy() as energy:
+            self.timed(enough)
+        return max(steps, enough), energy.watts
 
     def traced(self) -> Trace:
         """A trace of an optimizer step; on a GPU with shapes, which tell thin products."""
