@@ -82,9 +82,10 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
         twice = (a for a in answers if all(e.again or e.exact for e in a.effects.values()))
         answers = [one for one in twice if not one.unsteady] or shaky
     last = (answers or by_host)[-1]
-    if len({one.verdict for one in answers}) > 1:
-        here = " | ".join(f"{one.here}: {one.verdict}" for one in answers)
-        last = replace(last, verdict=DIFFERS, here=here, why=f"{len(answers)} hosts.")
+    if len(newest := {one.verdict: one for one in answers}) > 1:
+        here = " | ".join(f"{one.here}: {verdict}" for verdict, one in newest.items())
+        why = f"{len(answers)} hosts; of each verdict the newest."
+        last = replace(last, verdict=DIFFERS, here=here, why=why)
     return replace(last, theirs=theirs)
 
 
