@@ -22,8 +22,8 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You write a model of ten lines that predicts a step on cards that you don't have. The course's longer version missed no step
-# of an H200 that it replayed by more than 20 %.
+# You write a model of ten lines that predicts a step on cards that you don't have. The course's longer version missed no
+# recorded H200 step by more than 20 %.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -36,7 +36,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 7 minutes |
+# | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 6 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
 # are predicted from our H200's steps.
@@ -148,8 +148,7 @@ lab.keep(Run("08", "specs", metrics=found, tags={"experiment": "specs"}))
 lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 
 # %% [markdown]
-# The article copied NVIDIA's table correctly; it counts sparsity on both cards. So the ratios are right: 2.25 in 16 bits, 1.87
-# in bandwidth.
+# The article copied NVIDIA's table correctly, with sparsity for both cards. So its ratios are right.
 #
 # **Takeaway.** Halve a peak with sparsity before you compare a step with it.
 
@@ -305,7 +304,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** What an operation takes depends on the code around it: 8 to 47 µs here. Measure your own step's.
+# **Takeaway.** What an operation takes depends on the code around it: 8 to 52 µs here. Measure your own step's.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -377,7 +376,8 @@ for width in wider:
     print(f"    measured {measured:.1f} ms, predicted {off}, by your replay {mine:.1f} ms")
 
 # %% [markdown]
-# On the H200 they came out 0.5 ms too long and 0.4 too short. Without waits the larger sum does as well.
+# On the H200 they came out 2 % too long, then 11 and 4 % too short, by about 1 ms. Waking from a wait and beginning a backward
+# pass probably take the host longer than the average, $c$.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short and
@@ -454,10 +454,11 @@ for label in ("dense, texts long", "moe, texts long"):
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Of the dense model's step, kernels take 369 ms, launches 345. It came out 7 % too short, as all eight without delays did
-# somewhat: the replay knows no gaps between kernels. The expert loop goes by the *host*, at 23 µs a launch; the GPU is idle for
-# 71 %. Launches take 1.38 s, waits and long kernels add 0.11. It came out 12 and 3 % too short. Error bars know only how far
-# the host's two readings differ. On another H200 launches took 18 µs, then 24: 5 % too short, then 10 % too long.
+# The expert loop goes by the *host*, and the GPU is idle for 75 %. By section 3's formula a launch takes 1,584 ms · 1.11 /
+# 59,446, so 30 µs; without the waits in it 29. All launches take 1.75 s, the larger sum; waits and long kernels add 0.10. It
+# came out 8 % too short, again 4 too long, where single steps go from 1.6 to 2.2 s. Other H200 hosts took 18 to 26 µs. The
+# dense model goes by its kernels: 372 ms, launches 293. It came out 8 and 12 % too short: the replay knows no gaps between
+# kernels. An error bar knows the host's scatter only.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -545,13 +546,13 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 3.6 times as fast, on another host 2.8. Launches now take
-# 234 ms, kernels 438: the GPU decides. *Rewritten* halves the kernels' time, to that of the launches. *Captured* removes
-# launches, *compiled* shortens kernels.
+# On the H200 *grouped* cut launches to a seventh and made the step 4.2 times as fast, on another host 2.8. Launches now take
+# 291 ms, kernels 441: the GPU decides. *Rewritten* halves the kernels' time, and the host decides again, barely. *Captured*
+# removes launches, *compiled* shortens kernels.
 #
-# Traced pictures show two milliseconds in which the GPU is as busy as in the whole traced step (the loop's shows no wait).
-# White in the host's row is Python or PyTorch; in the last picture, the replay's, a wait. Rare kernels are drawn wider than
-# they last.
+# Traced pictures show two milliseconds in which the GPU is as busy, and the host waits as often, as in the whole traced step.
+# White in the host's row is Python or PyTorch. The replay's pictures begin where the GPU has caught up; there white is a wait.
+# Rare kernels are drawn too wide.
 
 
 # %%
@@ -582,9 +583,9 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The dense model's gaps are mostly the profiler's doing. The expert loop's are not: its timed step of 1.69 s has 0.49 of
-# kernels. Captured, one call launches nearly all; its long bar is probably the profiler's doing, too. Its *host, µs* is an
-# empty launch's.
+# Without the profiler, which slows the host, the dense model's GPU has gaps only while kernels are shorter than a launch. The
+# expert loop's mostly are: its step of 2.0 s has 0.5 of kernels. Captured, one call launches nearly all; its long bar is
+# probably the profiler's doing.
 #
 # **Takeaway.** Before a new card, try fewer launches.
 
@@ -613,9 +614,9 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour alone made the step 2.4 times as long; delays of 3 and 15 ms added 2.3 and 17.3.
+# On the H200 the detour alone made the step 1.8 times as long; delays of 3 and 15 ms added 2.5 and 17.3.
 #
-# **Measurement.** Section 4 has timed its steps with slower hosts, and read $c$ with each.
+# **Measurement.** Section 4's steps, timed with slower hosts.
 
 
 # %%
@@ -660,11 +661,9 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# It does, roughly: on the H200 the expert loop's launches took 2.1 and 3.1 times as long, and the predictions missed by 2 and
-# 15 %, where single steps scatter by 20 and 26. Horizontal: the Blackwell card with today's host, by section 7, untested. Left
-# of an x the H200 wins: up to 4 µs more for a launch, less than H200 hosts differ.
-#
-# The dense model's slowed steps scattered from 798 to 1,114 ms: its 8 % says little.
+# It does, roughly: on the H200 the expert loop's launches took 2.5 times as long, the dense model's 3.3 times. Their
+# predictions missed by 15 and 6 %, with error bars of 13 and 7. Horizontal: the Blackwell card with today's host, by section 7,
+# untested. Left of an x the H200 wins: for the loop up to 4 µs more, less than H200 hosts differ.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -742,11 +741,11 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# In the table by kind, rows are factors; the last is ms without copies. Captured, kernels decide: cards are up to 4.5 times
-# apart. In the expert loop they are 1.2 times apart: the host decides, on the Blackwell card barely.
+# Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop they are 1.2 times apart: the host decides on
+# each.
 #
-# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed, over three years. A kWh is counted at
-# full rated power. Our H200 drew 224 of its 700 W in the loop and 641 captured.
+# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed. A kWh is counted at full rated power.
+# Our H200 drew 228 of its 700 W in the loop and 671 captured.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -834,8 +833,8 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # %% [markdown]
 # **The prediction.** We assume the smaller models' share of the dense peak: 29 and 10 %. Launches grow by the law, and by half
 # for checkpointing. $c$ and the share of waits are the smaller models'; we assume that the article looped over experts, too.
-# Then section 2's short form. A batch has the article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the article found
-# that 32 don't fit.
+# Then section 2's short form, which gives the smaller steps 9 and 11 % too short. A batch has the article's 32 texts. Of
+# gpt-oss's long texts the H100 takes 16: the article found that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -909,17 +908,17 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor. The shares of the peak are those of 4 texts; 32 probably reach more. On Qwen3-32B the H100 leads by its
-# peak's 2.25, by construction; the article's by 2.56.
+# These counts are poor: the shares of the peak are those of 4 texts, and 32 probably reach more. On Qwen3-32B the H100 leads by
+# its peak's 2.25, by construction; the article's by 2.56.
 #
-# On gpt-oss's short texts the host decides on both cards: the H100 leads by 1 to 3 %, in the article the Blackwell card by 2.
+# On gpt-oss's short texts the host decides on both cards: the H100 leads by 1 or 2 %, in the article the Blackwell card by 2.
 # On long ones the article says 1.3 for the Blackwell card, its table 1.40. With equal batches the H100 could not lose: the same
 # launches, shorter kernels. But it takes 16 texts a step. For 32 it needs two steps, $2nc$ in all if the host decides; the
-# Blackwell card one, $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 44
-# µs padded, 19 at the mean length. This host's 23 µs lie between.
+# Blackwell card one, $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 45
+# µs padded, 19 at the mean length. This host's 29 µs lie between.
 #
 # The article's own $c$ follows from its short counts: 32 texts in 12.5 s, so 25 µs. Then the Blackwell card gets 1.3 at the
-# mean length, as the article says, and 0.6 padded. The verdict hangs on host, batch and padding.
+# mean length, as the article says, and 0.6 padded.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -942,8 +941,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# At the mean length the article makes 1.46 times the model's count of Qwen3-32B. With steps 30 % faster 1.12 would remain,
-# below the verdict's limit of 1.3.
+# At the mean length the article makes 1.47 times the model's count. With steps 30 % faster 1.12 would remain, within the
+# verdict's 1.3.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -1021,7 +1020,7 @@ for batch, tokens in product((2, 4), (861, 2048)):
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it 2
-# texts of 861 tokens fit and 4 don't, as the article says.
+# texts of 861 tokens fit and 4 don't, as the article says. By the table unsloth's 32 on gpt-oss would fit an H100, too.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
