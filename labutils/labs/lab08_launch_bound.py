@@ -5,8 +5,8 @@
 
 One trainer serves two batches: four texts of the dataset's mean length, and four short ones.
 Batches are fixed, as a step's time is predicted from a trace of the same work. The host's time
-comes from the step on short texts, which the host decides. A host's speed changes from one second
-to the next, so steps on short and on long texts take turns.
+comes from the step on short texts, which the host decides. A host's speed changes within seconds,
+so steps on short and on long texts take turns, and each round makes a prediction of its own.
 
 Nothing is timed before the profiler has run. After its first trace CUPTI stays attached to the
 process and slows launches (https://github.com/pytorch/pytorch/issues/144455): a step read before
@@ -16,21 +16,21 @@ that and a step timed after it have two hosts.
 from __future__ import annotations
 
 import gc
-import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from labutils.labs.ladders import A3_BASE
 from labutils.profiling import step_model
-from labutils.profiling.gpu_specs import Spec, spec_of
+from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Host, Program, replayed_ms
-from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.effects import interval
 from labutils.results.records import Run, summarise
@@ -43,10 +43,8 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-SLOWED_STEPS = 6
-SHOWN_MS = 2.0
-"""Of a traced step so many milliseconds are shown: some in which the GPU is as busy, and the host
-waits as often, as in all of it."""
+FEWER_STEPS = 6
+"""Rounds of slowed steps, and of what is measured again."""
 
 
 def variants(family: str) -> dict[str, Recipe]:
@@ -93,25 +91,14 @@ def batch_of(workload: Workload, recipe: Recipe) -> Batch:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A step that was predicted and measured: its `run`, what predicted it, and some milliseconds
-    of its trace as `plots.timeline` draws them."""
+    """A step that was predicted and measured: its `run`, what predicted it, and its trace as
+    `plots.timeline` draws it."""
 
     run: Run
     program: Program
     host: Host
     work: Work
     lanes: dict[str, list] = field(default_factory=dict)
-
-    def beside(self, added_us: float) -> float:
-        """Milliseconds a step, predicted, where each launch takes the host so many microseconds
-        longer."""
-        return replayed_ms(self.program, self.host.plus(added_us / 1e3))
-
-    def on(self, there: Spec, here: Spec, empty_ms: float = 0.0) -> float:
-        """The same on the card `there`, with this host; it was traced on the card `here`, where a
-        kernel takes `empty_ms` at least."""
-        dtype, intensity = self.run.recipe["precision"], self.work.flops / self.work.bytes
-        return replayed_ms(self.program.on(there, here, dtype, intensity, empty_ms), self.host)
 
 
 class HostStep:
@@ -124,13 +111,26 @@ class HostStep:
         step.timed(0, warmup=3)
         trace = step.traced()
         self.program, self.phases = Program.of(trace), trace.host_breakdown()
-        self.operations_ratio = operations_of(long) / operations_of(step)
+        self.operations, self.long_operations = operations_of(step), operations_of(long)
+        self.alike = self.program.launches * self.long_operations / self.operations
 
     def host(self, program: Program, step_ms: float) -> Host | None:
         """What a launch of the long step, which is `program`, takes where this one takes `step_ms`.
         None where the GPU decides even this one."""
         host = step_model.host_of(self.program, self.phases, step_ms)
-        return host and host.times(self.operations_ratio * self.program.launches / program.launches)
+        return host and host.times(self.alike / program.launches)
+
+    def predict(
+        self, program: Program, host: Host, short_ms: Sequence[float], added_ms: float
+    ) -> list[float]:
+        """Milliseconds of the long step beside each of these short ones, whose median `host` was
+        read from: between replays of both. Each launch takes the long step `added_ms` more."""
+        ends = np.array([0.9 * min(short_ms), 1.1 * max(short_ms)]) / statistics.median(short_ms)
+        hosts = [host.times(by) for by in np.linspace(*ends, 5)]
+        back = program.launches / self.alike
+        short = [replayed_ms(self.program, each.times(back)) for each in hosts]
+        long = [replayed_ms(program, each.plus(added_ms)) for each in hosts]
+        return np.interp(short_ms, short, long).tolist()
 
 
 def operations_of(step: OnOneBatch) -> int:
@@ -141,14 +141,15 @@ def operations_of(step: OnOneBatch) -> int:
 
 
 def study(
-    texts: Mapping[str, Workload], family: str, way: str, steps: int, delays: Sequence[float] = ()
+    texts: Mapping[str, Workload], family: str, way: str, steps: int, delay_us: float | None = None
 ) -> list[PredictedStep]:
     """Build one trainer, and predict and measure its step on typical "long" texts of `texts`. The
     "short" ones tell what a launch takes the host.
 
-    With `delays` (microseconds) the step is measured beside slower hosts as well, and after them
-    once more as it was: what that differs by is noise. A captured step has one size, so that no
-    other tells about the host. Raises `Unavailable` for a captured step without a GPU.
+    With `delay_us` the step is measured beside a slower host as well: one that takes the detour
+    through a dispatch mode, and one that waits in it for so long before each operation. After that
+    it is measured once more as it was: what that differs by is noise. A captured step has one size,
+    so that no other tells about the host. Raises `Unavailable` for one without a GPU.
     """
     recipe = variants(family)[way]
     with Trainer(texts["long"], recipe) as trainer:
@@ -159,38 +160,28 @@ def study(
         short, step = None, OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
         if recipe.driver != "graph":
             short = HostStep(OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe)), step)
-        plain = predict_and_measure(tags_of(family, way), step, short, steps)
-        found = [plain]
-        for delay in delays:
-            tags = plain.run.tags | {"delay_us": float(delay)}
-            with SlowerHost(delay):
-                found.append(predict_and_measure(tags, step, short, SLOWED_STEPS, plain))
-        if delays:
-            tags = plain.run.tags | {"again": True}
-            found.append(predict_and_measure(tags, step, short, steps, plain))
+        (plain,) = found = predict_and_measure(tags := tags_of(family, way), step, short, steps)
+        if delay_us is not None:
+            delays, again = (0.0, delay_us), tags | {"again": True}
+            found += predict_and_measure(tags, step, short, FEWER_STEPS, plain, delays)
+            found += predict_and_measure(again, step, short, FEWER_STEPS, plain)
         return found
 
 
-def typical_stretch(trace: Trace) -> dict[str, list[tuple[float, float, str]]]:
-    start, end = trace.step_windows[0]
-    places, busy = trace.busy_over_time(math.ceil((end - start) / SHOWN_MS))
-    waits = Counter(int((wait.start - start) / (end - start) * len(places)) for wait in trace.waits)
-    counts = busy, [waits[part] for part in range(len(places))]
-
-    def off(part: int) -> float:
-        return sum(abs(of[part] * len(of) / max(sum(of), 1) - 1) for of in counts)
-
-    if places:
-        start += places[min(range(len(places)), key=off)]
-    return trace.timeline((start, start + SHOWN_MS))
-
-
-def in_turns(step: OnOneBatch, short: HostStep | None, steps: int) -> dict[str, list[float]]:
-    """Milliseconds of so many steps, and of as many on short texts, each right before one of them:
-    the host changes its speed from one second to the next."""
-    turns = {"short_ms": short.step, "step_ms": step} if short else {"step_ms": step}
-    rounds = [{name: each.timed(1)[0] for name, each in turns.items()} for _ in range(steps + 1)]
-    return {name: [times[name] for times in rounds[1:]] for name in turns}  # the first warms up
+def in_turns(
+    step: OnOneBatch, short: HostStep | None, rounds: int, delays: Sequence[float | None]
+) -> dict[Any, list[float]]:
+    """Milliseconds of a step in so many rounds, there and back: beside a host that takes each of
+    these `delays` (microseconds an operation; None: the plain host), and those of the "short" one
+    beside the first of these hosts."""
+    turns = [("short", short.step, delays[0])] if short else []
+    turns += [(delay, step, delay) for delay in delays]
+    times: dict[Any, list[float]] = {name: [] for name, _, _ in turns}
+    for number in range(rounds + 1):
+        for name, each, delay in turns[:: -1 if number % 2 else 1]:
+            with nullcontext() if delay is None else SlowerHost(delay):
+                times[name] += each.timed(1)
+    return {name: ms[1:] for name, ms in times.items()}  # the first round warms up
 
 
 def predict_and_measure(
@@ -199,49 +190,66 @@ def predict_and_measure(
     short: HostStep | None,
     steps: int,
     traced: PredictedStep | None = None,
-) -> PredictedStep:
-    """Trace a step, time it, and predict it from all but its time.
+    delays: Sequence[float | None] = (None,),
+) -> list[PredictedStep]:
+    """Trace a step, time it beside each host of `delays`, and predict it from all but its time.
 
-    short: tells what a launch takes the host, `host_us`; `error_bar_percent` is half of what the
-    95 % interval of its time makes of difference to the prediction. Without it a launch takes what
-    the shortest call takes, which is too little. `reached`: the share of the data sheet's roofline
-    that the step's FLOPs reach while kernels run. traced: the same step, traced before.
+    short: tells what a launch takes the host; without it, or where the GPU decides that step, a
+    launch takes what the shortest call takes, which is too little. To the first host's launches the
+    others add their delays. traced: the same step, traced before.
     """
     workload, recipe = step.trainer.workload, step.trainer.recipe
-    run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
+    watts = None
     if traced is None:
         steps, watts = step.warm_up(steps)
-        run.metrics = {"power_w": watts} if watts else {}
         trace = step.traced()
-        program, lanes = Program.of(trace), typical_stretch(trace)
+        program, lanes = Program.of(trace), trace.timeline()
         work = workload.work_of(recipe, step.batch)
         del trace
         gc.collect()  # a trace is a hundred thousand objects
     else:
         program, work, lanes = traced.program, traced.work, traced.lanes
-    run.tags, run.samples = tags, in_turns(step, short, steps)
-    run.metrics |= {name: summarise(times) for name, times in run.samples.items()}
-    host, moved = None, 0.0
-    if short:
-        short_ms, low_ms, high_ms = interval(run, "short_ms")
-        host = short.host(program, short_ms)
-        run.metrics |= {
-            "short_kernels_ms": short.program.kernel_ms,
-            "operations_ratio": short.operations_ratio,
-            "launches_ratio": program.launches / short.program.launches,
-        }
-    if host:
-        run.metrics["host_us"] = 1e3 * host.mean_ms(program)
-        moved = (high_ms - low_ms) / short_ms / 2
+    times = in_turns(step, short, steps, delays)
+    host = short and short.host(program, statistics.median(times["short"]))
     host = host or Host(probe_machine("launch_us").median("launch_us") / 1e3)
-    predicted_ms = replayed_ms(program, host)
-    low_ms, high_ms = (replayed_ms(program, host.times(1 + by)) for by in (-moved, moved))
+    found = []
+    for delay in delays:
+        run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
+        run.tags = tags if delay is None else tags | {"delay_us": delay}
+        run.metrics = {"power_w": watts} if watts else {}
+        beside, predicted_ms = host, [replayed_ms(program, host)] * steps
+        if short:
+            added_ms = (delay or 0.0) * short.long_operations / program.launches / 1e3
+            beside = host.plus(added_ms)
+            predicted_ms = short.predict(program, host, times["short"], added_ms)
+            run.samples = {"short_ms": times["short"]}
+            run.metrics |= {
+                "host_us": 1e3 * beside.mean_ms(program),
+                "host_ms": beside.mean_ms(program) * program.launches,
+                "short_kernels_ms": short.program.kernel_ms,
+                "short_operations": short.operations,
+                "operations": short.long_operations,
+            }
+        describe(run, program, work, predicted_ms, times[delay])
+        found.append(PredictedStep(run, program, beside, work, lanes))
+    return found
+
+
+def describe(
+    run: Run, program: Program, work: Work, predicted_ms: list[float], step_ms: list[float]
+) -> None:
+    """Put into `run` what was predicted and measured in each round, and what that says. By how much
+    the prediction is off is a median over rounds, with its 95 % interval. `reached`: the share of
+    the data sheet's roofline that the step's FLOPs reach while kernels run."""
+    off = [100 * (one / other - 1) for one, other in zip(predicted_ms, step_ms, strict=True)]
+    run.samples |= {"predicted_ms": predicted_ms, "step_ms": step_ms, "off_by_percent": off}
+    run.metrics |= {name: summarise(values) for name, values in run.samples.items()}
+    _, low, high = interval(run, "off_by_percent")
+    precision = run.recipe["precision"]
     run.metrics |= {
-        "floor_ms": measured_roofline(recipe.precision).floor_ms(work.flops, work.bytes),
-        "predicted_ms": predicted_ms,
-        "off_by_percent": 100 * (predicted_ms / run.metric("step_ms") - 1),
-        "error_bar_percent": 50 * (high_ms - low_ms) / predicted_ms,
-        "by": step_model.decided_by(program, host),
+        "off_low_percent": low,
+        "off_high_percent": high,
+        "floor_ms": measured_roofline(precision).floor_ms(work.flops, work.bytes),
         "launches": program.launches,
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
@@ -249,7 +257,6 @@ def predict_and_measure(
     if not program.takes_turns:
         busy = min(1.0, program.kernel_ms / run.metric("step_ms"))
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
-    if (card := spec_of(machine_facts())) and recipe.precision in card.dense:
-        rate = step_model.attainable(card, recipe.precision, work.flops / work.bytes)
+    if (card := spec_of(machine_facts())) and precision in card.dense:
+        rate = step_model.attainable(card, precision, work.flops / work.bytes)
         run.metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate
-    return PredictedStep(run, program, host, work, lanes)

@@ -9,7 +9,6 @@ ahead of the GPU by `QUEUE` launches at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 QUEUE = 1024
 """Launches that CUDA holds ready for a GPU; a host that is farther ahead waits."""
@@ -17,29 +16,20 @@ HALVINGS = 20
 """Steps of a search: each replays a queue, and 20 leave a millionth of the stretch."""
 
 
-class Queued(NamedTuple):
-    """One launch: milliseconds of the host until it is made, milliseconds of the GPU's work, and
-    whether the host then waits until the GPU has caught up.
-    """
-
-    host_ms: float
-    gpu_ms: float
-    waits: bool
-
-
 Launch = tuple[float, float, bool]
-"""A `Queued` without names: a search makes millions of them, in a quarter of the time."""
+"""Milliseconds of the host until it is made, milliseconds of the GPU's work, and whether the host
+then waits until the GPU has caught up. It has no names, as a search makes millions of them."""
 
 
 def replay(launches: Sequence[Launch], rounds: int = 2) -> list[tuple[float, float]]:
-    """(host's clock, GPU's clock) in milliseconds at the end of each round of `launches`.
+    """(host's clock, GPU's clock) in milliseconds after each launch, for so many rounds of them.
 
     The first round begins with an idle GPU. A queue has ten thousands of launches and a curve needs
     many replays, hence the plain loop.
     """
     host = gpu = 0.0
     begun: list[float] = []
-    ends = []
+    clocks = []
     for _ in range(rounds):
         for host_ms, gpu_ms, waits in launches:
             host += host_ms
@@ -50,14 +40,14 @@ def replay(launches: Sequence[Launch], rounds: int = 2) -> list[tuple[float, flo
             gpu = start + gpu_ms
             if waits:
                 host = gpu
-        ends.append((host, gpu))
-    return ends
+            clocks.append((host, gpu))
+    return clocks
 
 
 def steady_ms(launches: Sequence[Launch]) -> float:
     """Milliseconds of a round once the queue is filled: the second one."""
-    (_, first), (_, second) = replay(launches)
-    return second - first
+    clocks = replay(launches)
+    return clocks[-1][1] - clocks[len(launches) - 1][1]
 
 
 def root(rising: Callable[[float], float], low: float, high: float) -> float:

@@ -183,14 +183,6 @@ def replayed_ms(program: Program, host: Host) -> float:
     return steady_ms(queue) / program.steps
 
 
-def decided_by(program: Program, host: Host) -> str:
-    """Which clock a step goes by: "kernels", or "host" where it lasts a tenth longer than they do
-    or more; "both" where host and device take turns."""
-    if program.takes_turns:
-        return "both"
-    return "host" if replayed_ms(program, host) > 1.1 * program.kernel_ms else "kernels"
-
-
 def host_of(
     program: Program, phases: Mapping[str, Mapping[str, float]], step_ms: float
 ) -> Host | None:

@@ -20,8 +20,8 @@ from labutils.training.trainer import Trainer
 from labutils.workloads.base import Batch
 
 TIMED_MS = {"cuda": 1500, "cpu": 300}
-"""A step is repeated at least this long before it is traced, so that a GPU keeps the clock of a
-later timing, and as its energy meter is slow. It is timed for as long again."""
+"""A step is repeated at least this long before it is traced, so that a GPU is warm, and as its
+energy meter is slow. It is timed for as long again."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class OnOneBatch:
         """How many steps, `steps` or more, take `TIMED_MS`, after warming up for as long, and the
         GPU's mean watts in that."""
         some_ms = min(self.timed(3)[1:])  # the first may compile
-        enough = math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms)
+        enough = max(2, math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms))
         with Energy() as energy:
             self.timed(enough)
         return max(steps, enough), energy.watts

@@ -47,6 +47,7 @@ KIND_FILLS: dict[str, Fill] = {
     "foreach": (PURPLE, "---"),
     "compiled": (TEAL, "///"),
     "copy": (GREY, ""),
+    "launch call": (PURPLE, ""),
     "other": (GREY, "xxx"),
 }
 """Fills of kinds of kernels and operators (`profiling.kernel_categories`) that take long, likewise;

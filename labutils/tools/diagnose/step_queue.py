@@ -97,7 +97,7 @@ class Queue:
 
     def from_idle_ms(self, host: float = 1.0) -> float:
         """Milliseconds until the host has given a step's work, beginning with an idle device."""
-        ((ended, _),) = replay(self._queued(host), rounds=1)
+        ended, _ = replay(self._queued(host), rounds=1)[-1]
         return ended / self.steps
 
     def _queued(self, host: float) -> list[Launch]:
