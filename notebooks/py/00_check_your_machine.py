@@ -217,7 +217,8 @@ while time.perf_counter() - began < (2 if device == "cuda" else 0.4):
     rates.append(2 * n**3 / time_ms(lambda: a @ b, repeats=10, warm_up=0) / 1e9)
 lasts = median(rates[len(rates) // 2 :])
 print(f"first ten products {rates[0]:.3g} TFLOP/s, in the second half {lasts:.3g}")
-lab.keep(Run("00", "held", metrics={"tflops": lasts, "dtype": dtype}))
+lab.keep(Run("00", "held", metrics={"tflops": lasts, "dtype": dtype}));
+
 # %% [markdown]
 # A card that draws its full power lowers its clock. A CPU that gets hot does the same. This lab reads neither power nor
 # clock, but that is the likely reason. So a benchmark of a tenth of a second and a longer one disagree.
@@ -287,7 +288,8 @@ lab.show(operations, names, experiment="operation")
 # %%
 roofs = {name: probe_machine().roofline(name) for name in dict.fromkeys(("fp32", dtype))}
 memory_bound = sum(one.intensity < roofs[one.dtype].ridge for one in counted)
-plots.roofline(plt.gca(), roofs, operations)
+plots.roofline(plt.gca(), roofs, operations);
+
 # %% [markdown]
 # Read the picture from the left. SiLU and AdamW do so little arithmetic on each byte that faster matrix units can't help
 # them. Moving fewer bytes would: lab 04 fuses such operations. LoRA's products are the surprise. Their row has four times the
@@ -410,7 +412,8 @@ with lab.attempt("The launches of a module"):
     machine.metrics["module_launch_us"] = summarise(module_us)
     machine.metrics["module_factor"] = median(module_us) / bare_us
     print(f"{kernels} kernels, {median(module_us):.1f} µs each; bare {bare_us:.1f} µs")
-lab.keep(machine)
+lab.keep(machine);
+
 # %% [markdown]
 # The model is tiny, so the GPU never holds up the host: what you time is the host. On our H200 a module's kernel took 22 µs.
 # This page times a bare launch 3 times: 5.0, 5.4 and 6.7 µs. So the factor is 3.3 to 4.4, and the cell's is 3.3. The bare

@@ -286,7 +286,8 @@ flat = {
 }
 lab.keep(Run("01", "rank-sweep", metrics=flat))
 axes = plt.subplots(1, 2, sharey=True, figsize=(7.2, 3.4))[1]
-plots.panels(axes, errors, "rank r", "error, % of the correction")
+plots.panels(axes, errors, "rank r", "error, % of the correction");
+
 # %% [markdown]
 # The two lines lie on each other: training reaches the best that its rank allows. On the left, rank 8 leaves nothing, and more
 # does no harm; it only costs parameters. On the right none of these ranks is enough: 12 still leaves 22 %.
@@ -422,7 +423,7 @@ for kind in (torch.float32, torch.float16, torch.bfloat16):
     off = (back != stored).double().mean().item()
     merging[str(kind)] = noise
     print(f"{kind}: noise {noise:.2%}, mean effect {along:.4f}, {off:.0%} of W not as it was")
-lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in merging.items()}))
+lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in merging.items()}));
 
 # %% [markdown]
 # In bf16 the noise is 17 % of the correction; the formula said 15 %. It has no direction: in the mean the whole correction
@@ -432,7 +433,6 @@ lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in m
 # writes PEFT's files.
 #
 # Adapters kept beside the weights can be swapped. Train two, each on a correction of its own of rank 4.
-
 
 # %%
 def correction():
@@ -510,7 +510,6 @@ for name, model in (("all trained", mlp()), ("LoRA", attach(mlp(), ("0", "2"), 8
 # **Measurement.** The same count on all of Qwen3-8B, on the meta device, with article A3's batch of four texts of 861 tokens.
 # Attention counts as a fused kernel keeps it. The model in fp32 trains under autocast, which keeps copies of the weights
 # in bf16, too: they count among the activations.
-
 
 # %%
 def memory_of(kind, lora):

@@ -380,7 +380,6 @@ class Tape(TorchDispatchMode):
 # One micro-step is captured, and replayed for four micro-batches, in two ways. In which are the gradients those of the plain
 # loop?
 
-
 # %%
 def capture(function):
     graph = torch.cuda.CUDAGraph() if lab.device == "cuda" else Tape()
@@ -634,7 +633,6 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its
 # exponentials (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too:
 # up to a microsecond between two kernels of a graph, some 1,600 times a step.
-
 
 # %%
 def kinds(found):

@@ -157,7 +157,6 @@ lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes")
 # **Technique.** An input of 2 rows, a weight of 2 rows, one scale each. The product of the 8-bit numbers is multiplied by
 # $1/(S_x S_W)$: the *descale*.
 
-
 # %%
 def peak(x):
     """AMAX, the largest magnitude."""
@@ -241,7 +240,7 @@ def draw(power):
     plt.show()
 
 
-lab.choose(draw, {"power": range(-16, 7)})
+lab.choose(draw, {"power": range(-16, 7)});
 
 # %% [markdown]
 # **Takeaway.** The F in FP8 stands for floating. A scale $2^{10}$ times too small costs nothing, and $2^{13}$ times doesn't yet

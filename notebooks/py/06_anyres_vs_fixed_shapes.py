@@ -453,7 +453,6 @@ lab.predict("compiling and fewer FLOPs", my_sum, "%")
 # %% [markdown]
 # The table has the article's two ends, and our own steps.
 
-
 # %%
 def sums(found):
     """The article's sums, and those of the cells of these runs."""

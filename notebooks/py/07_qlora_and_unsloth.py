@@ -952,7 +952,6 @@ print(smaller_than(4, restoring, lean, some_inputs, share=0.1, module=four_bit))
 #
 # Next: lab 08, a faster card that loses.
 
-
 # %%
 def truths(runs):
     def ratio(metric, one, other):

@@ -298,7 +298,6 @@ lab.verdict("A4.memory.mixed-precision")
 # **Technique.** `checkpoint` keeps a block's input, and computes the block again in the backward pass. *Accumulation* trains
 # on a part of the batch at a time and adds up the gradients. `saved_tensors_hooks` sees what autograd keeps.
 
-
 # %%
 def block():
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -655,7 +654,6 @@ print(check("09.2", my_start))
 # in the backward pass. `by_hand` must have `all_kept`'s result and gradients, and keep at most a third of the bytes. The
 # gradient that is compared is `x`'s. `block` is an argument without a gradient, so `backward` returns `None` for it. You need
 # `ctx.save_for_backward`, `detach().requires_grad_()`, `torch.enable_grad` and the result's own `backward(slope)`.
-
 
 # %% tags=["exercise"]
 class Again(torch.autograd.Function):

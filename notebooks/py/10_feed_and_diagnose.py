@@ -464,7 +464,8 @@ if __name__ == "__main__":
         print(f"{ms_a_step(workers, max(18, 6 * workers)):.1f} ms a step")
 """
 script = folder / "train.py"
-script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)))
+script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
+
 # %% [markdown]
 # `labutils diagnose -- python train.py` runs it for some twenty steps, times ten and traces three. Then it replays the traced
 # step with one thing changed, for example without the wait for data, and ranks what that saves. For workers this is section 3's
