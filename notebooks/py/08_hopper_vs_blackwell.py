@@ -22,21 +22,21 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
-# You write a model of ten lines that predicts a step on cards that you don't have. The course's longer version missed no
-# recorded H200 step by more than 20 %.
+# You write a model of ten lines that predicts a step from its launches. The course's longer version does so for cards that you
+# don't have. On this page it missed no measured step by more than 16 %.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
 # - write the two-clock replay of a step, and fill it from a trace;
 # - estimate what a launch takes your host, and say which clock a step goes by;
 # - turn a loop over experts into one grouped product;
-# - work out whether weights and training fit a card.
+# - work out what weights take, and ask under what conditions memory was measured.
 #
 # | scale | needs | time |
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 6 minutes |
+# | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 7 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
 # are predicted from our H200's steps.
@@ -148,7 +148,7 @@ lab.keep(Run("08", "specs", metrics=found, tags={"experiment": "specs"}))
 lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 
 # %% [markdown]
-# The article copied NVIDIA's table correctly, with sparsity for both cards. So its ratios are right.
+# The article copied NVIDIA's table correctly, with sparsity for both cards.
 #
 # **Takeaway.** Halve a peak with sparsity before you compare a step with it.
 
@@ -231,7 +231,7 @@ plt.show()
 # **Question.** How long is $c$ on your machine?
 #
 # **Technique.** Stop the clock before you synchronise: that is the host's part. To count what a call launches, let PyTorch hand
-# every operation to a *dispatch mode* first. This one can also wait for some microseconds, for section 6.
+# every operation to a *dispatch mode* first. This one can also wait for some microseconds.
 
 
 # %%
@@ -295,6 +295,10 @@ for name, call in calls.items():
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
+# gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
+# after the other, and asks the GPU for each which tokens belong to it. Long texts reach more experts, so $c$ takes operations
+# into account.
+#
 # **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
 # %%
@@ -304,7 +308,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** What an operation takes depends on the code around it: 8 to 52 µs here. Measure your own step's.
+# **Takeaway.** Modules, autograd and adapters cost the host time at each launch: an operation takes 8 to 76 µs here. Measure
+# your own.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -376,16 +381,13 @@ for width in wider:
     print(f"    the prediction is off by {off}")
 
 # %% [markdown]
-# On the H200 they came out 2 % too long, then 11 and 4 % too short, by about 1 ms. Waking from a wait and beginning a backward
-# pass probably take the host longer than the average, $c$.
+# On the H200 they came out 12 to 15 % too short, the larger sum 13 to 38. The replay leaves out how long a host takes to wake
+# from a wait.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
-# It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short and
-# long steps take turns. The *error bar* is what the short steps' 95 % interval leaves open. *Floor* is lab 00's; column *by*
-# names the deciding clock.
-#
-# gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
-# after the other, and asks the GPU for each which tokens belong to it.
+# It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short
+# and long steps take turns, and each round predicts its own long step. *Off* is the median over rounds, between the ends of its
+# 95 % interval. *Host, ms* is $n\,c$, *floor* is lab 00's.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -448,11 +450,10 @@ for label in ("dense, texts long", "moe, texts long"):
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The expert loop goes by the *host*, and the GPU is idle for 75 %. By section 3's formula a launch takes 1,584 ms · 1.11 /
-# 59,446, so 30 µs; without the waits in it 29. All launches take 1.75 s, the larger sum; waits and long kernels add 0.10. It
-# came out 8 % too short, again 4 too long, where single steps go from 1.6 to 2.2 s. Other H200 hosts took 18 to 26 µs. The
-# dense model goes by its kernels: 372 ms, launches 293. It came out 8 and 12 % too short: the replay knows no gaps between
-# kernels. An error bar knows the host's scatter only.
+# The expert loop goes by the *host*: launches take 1.84 s, kernels 0.49, and the GPU is idle for 73 %. By section 3's formula a
+# launch takes 1,669 ms / 40,662 · 45,114 / 59,693 = 31 µs. Both intervals hold 0. The dense model's clocks are near each other
+# on this slow host, 444 and 369 ms. Again, they were 366 and 369, and the prediction came out 5 % too short. The replay leaves
+# out gaps between kernels, and takes a phase's launches for alike. On another H200 host, of 24 µs, kernels decided it.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -499,8 +500,8 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
 
 # %% [markdown]
-# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call (lab 04).
-# Its µs below are the host's alone.
+# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call. Its µs
+# below are the host's alone.
 
 # %%
 with lab.attempt("A CUDA graph of grouped"):
@@ -540,13 +541,12 @@ ways = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 4.2 times as fast, on another host 2.8. Launches now take
-# 291 ms, kernels 441: the GPU decides. *Rewritten* halves the kernels' time, and the host decides again, barely. *Captured*
-# removes launches, *compiled* shortens kernels.
+# On the H200 *grouped* cut launches to a seventh and made the step about 4 times as fast. Launches now take 282 ms, kernels
+# 438: the GPU decides. *Rewritten* halves the kernels' time, and the host decides again. *Captured* removes launches, so its
+# prediction is its kernels' sum; *compiled* shortens kernels.
 #
-# Traced pictures show two milliseconds in which the GPU is as busy, and the host waits as often, as in the whole traced step.
-# White in the host's row is Python or PyTorch. The replay's pictures begin where the GPU has caught up; there white is a wait.
-# Rare kernels are drawn too wide.
+# Pictures show the two milliseconds that are, row by row, most like the whole step. White in a traced host's row is Python or
+# PyTorch, in the replay's a wait. Rare kernels are drawn too wide.
 
 
 # %%
@@ -587,9 +587,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# Without the profiler, which slows the host, the dense model's GPU has gaps only while kernels are shorter than a launch. The
-# expert loop's mostly are: its step of 2.0 s has 0.5 of kernels. Captured, one call launches nearly all; its long bar is
-# probably the profiler's doing.
+# The profiler slows the host. By the replay, without it, the dense model's GPU is mostly busy. Captured, one call launches
+# nearly all.
 #
 # **Takeaway.** Before a new card, try fewer launches.
 
@@ -618,9 +617,10 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour alone made the step 1.8 times as long; delays of 3 and 15 ms added 2.5 and 17.3.
+# On the H200 the detour alone made the step 2.1 times as long; delays of 3 and 15 ms added 3.5 and 20 on this busy host.
 #
-# **Measurement.** Section 4's steps, timed with slower hosts.
+# **Measurement.** Section 4 has timed its steps with delays of 0 and 40 µs, in turns. Short steps give $c$ at 0; the replay
+# adds 40 µs.
 
 
 # %%
@@ -689,9 +689,11 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# It does, roughly: on the H200 the expert loop's launches took 2.5 times as long, the dense model's 3.3 times. Their
-# predictions missed by 15 and 6 %, with error bars of 13 and 7. Horizontal: the Blackwell card with today's host, by section 7,
-# untested. Left of an x the H200 wins: for the loop up to 4 µs more, less than H200 hosts differ.
+# It does, roughly: the expert loop's step grew by 2.0 s, by 1.8 in the replay, and the dense model's by 0.56, by 0.40 in the
+# replay. Single rounds scatter more.
+#
+# Horizontal: the Blackwell card with today's host, by section 7, untested. If only the H200's host got slower, it would win up
+# to an x: for the loop 4 µs, less than such hosts differ.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -775,8 +777,8 @@ lab.table(pd.DataFrame(worth))
 # Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop they are 1.2 times apart: the host decides on
 # each.
 #
-# The Blackwell gives more per yen than the H100, which has PCIe's price and SXM5's speed. A kWh is counted at full rated power.
-# Our H200 drew 228 of its 700 W in the loop and 671 captured.
+# The H100 has PCIe's price and SXM5's speed. A kWh is counted at full rated power. Our H200 drew 218 of its 700 W in the loop
+# and 651 captured.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -833,8 +835,8 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 
 # %% [markdown]
 # Padded, the article's 9,200 would be at least 96 % of the H100's peak, which no training step reaches. Without checkpointing
-# 32 such texts fit no card. So the article's texts were probably not padded to 2,045. Everything below is computed at both
-# extremes, *padded* and *at the mean length*. Where they disagree, the model can't judge.
+# 32 such texts fit no card. So the article's texts were probably not padded to 2,045: read *mean* first. *Padded* is the other
+# extreme.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -864,8 +866,9 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # %% [markdown]
 # **The prediction.** We assume the smaller models' share of the dense peak: 29 and 10 %. Launches grow by the law, and by half
 # for checkpointing. $c$ and the share of waits are the smaller models'; we assume that the article looped over experts, too.
-# Then section 2's short form, which gives the smaller steps 9 and 11 % too short. A batch has the article's 32 texts. Of
-# gpt-oss's long texts the H100 takes 16: the article found that 32 don't fit.
+# Then section 2's short form, which is 7 % short and 2 % long on the smaller steps. Launches of gpt-oss: 1.5 · 5.59 · 59,693 ·
+# 31 µs = 15.4 s. A batch has the article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the article found that 32 don't
+# fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -952,14 +955,13 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # These counts are poor: the shares of the peak are those of 4 texts, and 32 probably reach more. On Qwen3-32B the H100 leads by
 # its peak's 2.25, by construction; the article's by 2.56.
 #
-# On gpt-oss's short texts the host decides on both cards: the H100 leads by 1 or 2 %, in the article the Blackwell card by 2.
-# On long ones the article says 1.3 for the Blackwell card, its table 1.40. With equal batches the H100 could not lose: the same
-# launches, shorter kernels. But it takes 16 texts a step. For 32 it needs two steps, $2nc$ in all if the host decides; the
-# Blackwell card one, $K_\text{Blackwell}$ if kernels decide. So the H100 loses where $c > K_\text{Blackwell} / (2n)$: above 45
-# µs padded, 19 at the mean length. This host's 29 µs lie between.
+# On gpt-oss's short texts the host decides on both cards: the H100 leads by 1 to 2 %, in the article the Blackwell card by 2.
+# With equal batches the H100 could not lose: the same launches, shorter kernels. But of long texts it takes 16 a step. For 32
+# it needs two steps, $2nc$ in all if the host decides; the Blackwell card one, $K$ if kernels decide. So the H100 loses where
+# $c > K / (2n)$: above 19 µs, where the solid lines cross, padded above 44.
 #
-# The article's own $c$ follows from its short counts: 32 texts in 12.5 s, so 25 µs. Then the Blackwell card gets 1.3 at the
-# mean length, as the article says, and 0.6 padded.
+# The article's own $c$ follows from its short counts: 32 texts in 12.5 s, so 25 µs. There the Blackwell card makes 1.3 times
+# the H100's count, as the article says; its table 1.40. So the card wins by the H100's host and batch. Padded it would lose.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -982,8 +984,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# At the mean length the article makes 1.47 times the model's count. With steps 30 % faster 1.12 would remain, within the
-# verdict's 1.3.
+# The model can be 30 % off. At the mean length the article makes 1.46 times its count of Qwen3-32B; steps 1.3 times as fast
+# would leave 1.12. So *disagrees* speaks against the model as much as against the article.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -1061,7 +1063,8 @@ for batch, tokens in product((2, 4), (861, 2048)):
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it 2
-# texts of 861 tokens fit and 4 don't, as the article says. By the table unsloth's 32 on gpt-oss would fit an H100, too.
+# texts of 861 tokens fit and 4 don't, as the article says. By the table unsloth's 32 on gpt-oss would fit an H100, too; the
+# article's didn't.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -1078,7 +1081,8 @@ lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
 # PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too, and leaves them in
-# 16 bits: 229 GB, not the table's 70. PEFT doesn't say that three of seven names were not found: print what was adapted.
+# 16 bits: 229 GB, not the table's 70. unsloth must have had 4 bits of its own. PEFT doesn't say that three of seven names were
+# not found: print what was adapted.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
@@ -1134,7 +1138,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 
 # %% [markdown]
 # ## What to read on
-# - NVIDIA: *H100 Tensor Core GPU Architecture*, 2022, and *RTX Blackwell PRO GPU Architecture*, 2025. Dense and sparse peaks.
+# - NVIDIA: *H100 Tensor Core GPU Architecture*, 2022, and *RTX Blackwell PRO GPU Architecture*, 2025.
 # - H. He: [Making Deep Learning Go Brrrr From First Principles](https://horace.io/brrr_intro.html), 2022.
 # - H. Zhu and others: *Daydream*, USENIX ATC 2020.
 #
