@@ -23,7 +23,7 @@
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. The course's longer version does so for cards that you
-# don't have. On this page it missed no measured step by more than 16 %.
+# don't have. Its replays on this page are at most 16 % off.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -308,8 +308,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** Modules, autograd and adapters cost the host time at each launch: an operation takes 8 to 76 µs here. Measure
-# your own.
+# **Takeaway.** An operation takes the host 8 to 76 µs here, by the code around it. Measure your own.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -381,13 +380,13 @@ for width in wider:
     print(f"    the prediction is off by {off}")
 
 # %% [markdown]
-# On the H200 they came out 12 to 15 % too short, the larger sum 13 to 38. The replay leaves out how long a host takes to wake
-# from a wait.
+# On the H200 they came out 12 to 15 % too short, the larger sum 13 to 38. What is missing grows with the kernels; we didn't
+# find out why.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short
-# and long steps take turns, and each round predicts its own long step. *Off* is the median over rounds, between the ends of its
-# 95 % interval. *Host, ms* is $n\,c$, *floor* is lab 00's.
+# and long steps take turns, and each round predicts its own long step. *Off* is the median of the rounds' own, beside its 95 %
+# interval. *Host, ms* is $n\,c$, *floor* is lab 00's.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -451,9 +450,12 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # The expert loop goes by the *host*: launches take 1.84 s, kernels 0.49, and the GPU is idle for 73 %. By section 3's formula a
-# launch takes 1,669 ms / 40,662 · 45,114 / 59,693 = 31 µs. Both intervals hold 0. The dense model's clocks are near each other
-# on this slow host, 444 and 369 ms. Again, they were 366 and 369, and the prediction came out 5 % too short. The replay leaves
-# out gaps between kernels, and takes a phase's launches for alike. On another H200 host, of 24 µs, kernels decided it.
+# launch takes 1,669 ms / 40,662 · 45,114 / 59,693 = 31 µs. Waits add 0.1 s, less than this busy host scatters. 0 lies in both
+# intervals of *off*.
+#
+# The dense model's clocks are near each other on this host, 444 and 369 ms. In the row *again* they are level, and the
+# prediction is 5 % short: the replay leaves out gaps between kernels, and gives all launches of a phase the same $c$. The other
+# H200 hosts on record launch in 18 to 29 µs; there kernels decide the dense step.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -543,10 +545,10 @@ lab.show(ways, columns, experiment="steps", **of)
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step about 4 times as fast. Launches now take 282 ms, kernels
 # 438: the GPU decides. *Rewritten* halves the kernels' time, and the host decides again. *Captured* removes launches, so its
-# prediction is its kernels' sum; *compiled* shortens kernels.
+# prediction is its kernels' sum; *compiled* shortens kernels, to 2.2 times the floor.
 #
 # Pictures show the two milliseconds that are, row by row, most like the whole step. White in a traced host's row is Python or
-# PyTorch, in the replay's a wait. Rare kernels are drawn too wide.
+# PyTorch, in the replay's a wait. Kernels too short to be seen are drawn taller and wider.
 
 
 # %%
@@ -689,11 +691,11 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# It does, roughly: the expert loop's step grew by 2.0 s, by 1.8 in the replay, and the dense model's by 0.56, by 0.40 in the
-# replay. Single rounds scatter more.
+# For the expert loop it does: its step grew by 2.0 s, in the replay by 1.8, and single rounds scatter more. The dense model's
+# grew by 0.56 s, in the replay by 0.40: on this host delays add more than their time, as on the small network.
 #
-# Horizontal: the Blackwell card with today's host, by section 7, untested. If only the H200's host got slower, it would win up
-# to an x: for the loop 4 µs, less than such hosts differ.
+# The horizontal lines are the Blackwell card with today's host, by section 7, untested. If only the H200's host got slower, the
+# Blackwell card would be ahead beyond the x: for the loop from 4 µs on.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -704,7 +706,8 @@ if flips:
 # power and price?
 #
 # **Technique.** Scale each kernel by what bounds it: products and attention by the roofline at the step's FLOPs per byte,
-# LoRA's thin products and all else by bandwidth. No kernel gets shorter than an empty one. Then replay the queue.
+# LoRA's thin products and all else by bandwidth. Of each kernel only the time above an empty one's is scaled. Then replay the
+# queue.
 
 
 # %%
@@ -864,11 +867,10 @@ print(f"{a:.0f} + L × ({b:.0f} + E × {e:.1f})")
 print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}")
 
 # %% [markdown]
-# **The prediction.** We assume the smaller models' share of the dense peak: 29 and 10 %. Launches grow by the law, and by half
-# for checkpointing. $c$ and the share of waits are the smaller models'; we assume that the article looped over experts, too.
-# Then section 2's short form, which is 7 % short and 2 % long on the smaller steps. Launches of gpt-oss: 1.5 · 5.59 · 59,693 ·
-# 31 µs = 15.4 s. A batch has the article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the article found that 32 don't
-# fit.
+# **The prediction.** We assume the smaller models' share of the dense peak on both cards: 29 and 10 %. Launches grow by the
+# law, and by half for checkpointing. $c$ and the share of waits are the smaller models'. Then section 2's short form, which is
+# 7 % short and 2 % long on the smaller steps. Launches of gpt-oss: 1.5 · 5.59 · 59,693 · 30.85 µs = 15.4 s. A batch has the
+# article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the article found that 32 don't fit.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -955,13 +957,13 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # These counts are poor: the shares of the peak are those of 4 texts, and 32 probably reach more. On Qwen3-32B the H100 leads by
 # its peak's 2.25, by construction; the article's by 2.56.
 #
-# On gpt-oss's short texts the host decides on both cards: the H100 leads by 1 to 2 %, in the article the Blackwell card by 2.
-# With equal batches the H100 could not lose: the same launches, shorter kernels. But of long texts it takes 16 a step. For 32
-# it needs two steps, $2nc$ in all if the host decides; the Blackwell card one, $K$ if kernels decide. So the H100 loses where
-# $c > K / (2n)$: above 19 µs, where the solid lines cross, padded above 44.
+# Read the picture from the left. With a quick host kernels decide on both cards, and the H100's are shorter. But it takes 16
+# texts a step: for 32 it needs two steps and all launches twice, $2nc$. The Blackwell card needs its kernels' $K$. Once $2nc >
+# K$, it leads: from 19 µs on, where the solid lines cross, padded from 44.
 #
-# The article's own $c$ follows from its short counts: 32 texts in 12.5 s, so 25 µs. There the Blackwell card makes 1.3 times
-# the H100's count, as the article says; its table 1.40. So the card wins by the H100's host and batch. Padded it would lose.
+# If the article looped over experts, its short counts, alike on both cards, tell its $c$: 32 texts in 12.5 s are 25 µs. There
+# the Blackwell card makes 1.3 times the H100's count, as the article says. So host and batch explain its lead, if texts were
+# hardly padded.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200.
 
@@ -1063,8 +1065,7 @@ for batch, tokens in product((2, 4), (861, 2048)):
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it 2
-# texts of 861 tokens fit and 4 don't, as the article says. By the table unsloth's 32 on gpt-oss would fit an H100, too; the
-# article's didn't.
+# texts of 861 tokens fit and 4 don't, as the article says.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
@@ -1081,8 +1082,8 @@ lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
 # PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too, and leaves them in
-# 16 bits: 229 GB, not the table's 70. unsloth must have had 4 bits of its own. PEFT doesn't say that three of seven names were
-# not found: print what was adapted.
+# 16 bits: 229 GB, not the table's 70. unsloth must have had 4 bits of its own. PEFT says nothing of names that it didn't find:
+# print what was adapted.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
