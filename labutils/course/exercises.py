@@ -204,7 +204,7 @@ def difference(expected: Any, given: Any, tolerance: float) -> str:
         return f"the result should have: {', '.join(wanted)}."
     for place, one in wanted.items():
         other = others[place]
-        if isinstance(one, torch.Tensor) != isinstance(other, torch.Tensor):
+        if torch.is_tensor(one) != torch.is_tensor(other) or isinstance(other, str):
             return f"{place} is a {type(other).__name__}, not a {type(one).__name__}."
         one, other = torch.as_tensor(one), torch.as_tensor(other)
         for what in ("shape", "dtype", "device"):

@@ -150,6 +150,7 @@ X = torch.tensor([1.0, 2.0])
         ({"a": X.double(), "b": 3.0}, "dtype"),
         ({"a": X + 0.5, "b": 3.0}, "off by 0.5"),
         ({"a": X * float("nan"), "b": 3.0}, "off by nan"),
+        ({"a": X, "b": "3 ms"}, "b is a str"),
     ],
 )
 def test_a_difference_is_named(result, word):
