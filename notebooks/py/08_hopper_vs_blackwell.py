@@ -23,7 +23,7 @@
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. The course's longer version does so for cards that you
-# don't have. Its replays on this page are at most 16 % off.
+# don't have. Its replays on this page are at most 16 % off, by their medians.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -296,8 +296,8 @@ for name, call in calls.items():
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
-# after the other, and asks the GPU for each which tokens belong to it. Long texts reach more experts, so $c$ takes operations
-# into account.
+# after the other, and asks the GPU for each which tokens belong to it; transformers 5 otherwise groups them. Long texts reach
+# more experts, so $c$ takes operations into account.
 #
 # **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
 
@@ -385,8 +385,8 @@ for width in wider:
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short
-# and long steps take turns, and each round predicts its own long step. *Off* is the median of the rounds' own, beside its 95 %
-# interval. *Host, ms* is $n\,c$, *floor* is lab 00's.
+# and long steps take turns, and each round predicts its own long step. *Off* is the median of the rounds' own, so its sign can
+# differ from the columns'. *Low* and *high* end its 95 % interval. *Host, ms* is $n\,c$, *floor* is lab 00's.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -450,12 +450,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # The expert loop goes by the *host*: launches take 1.84 s, kernels 0.49, and the GPU is idle for 73 %. By section 3's formula a
-# launch takes 1,669 ms / 40,662 · 45,114 / 59,693 = 31 µs. Waits add 0.1 s, less than this busy host scatters. 0 lies in both
-# intervals of *off*.
+# launch takes 1,669 ms / 40,662 · 45,114 / 59,693 = 31 µs: an operation launches 1.3 kernels. Waits add 0.1 s, less than this
+# busy host scatters. 0 lies in both intervals of *off*.
 #
 # The dense model's clocks are near each other on this host, 444 and 369 ms. In the row *again* they are level, and the
-# prediction is 5 % short: the replay leaves out gaps between kernels, and gives all launches of a phase the same $c$. The other
-# H200 hosts on record launch in 18 to 29 µs; there kernels decide the dense step.
+# prediction is 5 % short: the replay leaves out gaps between kernels, and gives all launches of a phase the same $c$.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -544,8 +543,9 @@ lab.show(ways, columns, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step about 4 times as fast. Launches now take 282 ms, kernels
-# 438: the GPU decides. *Rewritten* halves the kernels' time, and the host decides again. *Captured* removes launches, so its
-# prediction is its kernels' sum; *compiled* shortens kernels, to 2.2 times the floor.
+# 438: the GPU decides. The prediction is surely 4 % short; gaps of 2 µs between kernels would do that. *Rewritten* halves the
+# kernels' time, and the host decides again. *Captured* removes launches, so its prediction is its kernels' sum; *compiled*
+# shortens kernels.
 #
 # Pictures show the two milliseconds that are, row by row, most like the whole step. White in a traced host's row is Python or
 # PyTorch, in the replay's a wait. Kernels too short to be seen are drawn taller and wider.
@@ -691,11 +691,11 @@ if flips:
     lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
 
 # %% [markdown]
-# For the expert loop it does: its step grew by 2.0 s, in the replay by 1.8, and single rounds scatter more. The dense model's
-# grew by 0.56 s, in the replay by 0.40: on this host delays add more than their time, as on the small network.
+# Roughly: the expert loop's step grew by 2.0 s, in the replay by 1.8, and single rounds scatter more. The dense model's grew by
+# 0.56 s, in the replay by 0.40: on this host delays add more than their time, as on the small network.
 #
 # The horizontal lines are the Blackwell card with today's host, by section 7, untested. If only the H200's host got slower, the
-# Blackwell card would be ahead beyond the x: for the loop from 4 µs on.
+# Blackwell card would be ahead beyond the x: for the loop from 4 µs on, within today's scatter.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -867,10 +867,14 @@ print(f"{a:.0f} + L × ({b:.0f} + E × {e:.1f})")
 print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}")
 
 # %% [markdown]
-# **The prediction.** We assume the smaller models' share of the dense peak on both cards: 29 and 10 %. Launches grow by the
-# law, and by half for checkpointing. $c$ and the share of waits are the smaller models'. Then section 2's short form, which is
-# 7 % short and 2 % long on the smaller steps. Launches of gpt-oss: 1.5 · 5.59 · 59,693 · 30.85 µs = 15.4 s. A batch has the
-# article's 32 texts. Of gpt-oss's long texts the H100 takes 16: the article found that 32 don't fit.
+# **The prediction** assumes
+# - the smaller models' share of the dense peak on both cards: 29 and 10 %;
+# - launches by the law, and half more for checkpointing. It gives the smaller model 44,747 operations of 45,114;
+# - the smaller models' $c$ and share of waits;
+# - batches of the article's 32 texts, on the H100 16 of gpt-oss's long ones: the article found that 32 don't fit.
+#
+# Section 2's short form follows. On the smaller steps it is 7 % short and 2 % long. Launches of gpt-oss:
+# 1.5 · 5.59 · 59,693 · 30.85 µs = 15.4 s.
 
 # %%
 mine = {name: step.run for name, step in studied.items()}
@@ -954,18 +958,17 @@ if mine:
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# These counts are poor: the shares of the peak are those of 4 texts, and 32 probably reach more. On Qwen3-32B the H100 leads by
-# its peak's 2.25, by construction; the article's by 2.56.
+# These counts are poor: the shares of the peak are those of 4 texts, and 32 probably reach more.
 #
 # Read the picture from the left. With a quick host kernels decide on both cards, and the H100's are shorter. But it takes 16
 # texts a step: for 32 it needs two steps and all launches twice, $2nc$. The Blackwell card needs its kernels' $K$. Once $2nc >
 # K$, it leads: from 19 µs on, where the solid lines cross, padded from 44.
 #
 # If the article looped over experts, its short counts, alike on both cards, tell its $c$: 32 texts in 12.5 s are 25 µs. There
-# the Blackwell card makes 1.3 times the H100's count, as the article says. So host and batch explain its lead, if texts were
-# hardly padded.
+# the Blackwell card makes 1.3 times the H100's count, as the article says; its table has 1.40. So host and batch could explain
+# its lead, if texts were hardly padded.
 #
-# **The test.** Lab 07 trains Qwen3-32B on an H200.
+# **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
 
 # %%
 recorded = [*records.read_runs(records.REFERENCE), *records.read_runs(lab.results_dir)]
@@ -986,8 +989,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# The model can be 30 % off. At the mean length the article makes 1.46 times its count of Qwen3-32B; steps 1.3 times as fast
-# would leave 1.12. So *disagrees* speaks against the model as much as against the article.
+# The model can be 30 % off. So its *disagrees* on Qwen3-32B, where the article makes 1.46 times its count, speaks as much
+# against the model.
 #
 # **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
 
@@ -1021,7 +1024,7 @@ lab.verdict("A3.120b.weights")
 
 # %% [markdown]
 # **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its
-# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: a card sold with 96 has 102, one with 80 has 85.
+# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: a card sold with 96 has 102.
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
