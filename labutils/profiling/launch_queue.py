@@ -24,12 +24,18 @@ then waits until the GPU has caught up. It has no names, as a search makes milli
 def replay(launches: Sequence[Launch], rounds: int = 2) -> list[tuple[float, float]]:
     """(host's clock, GPU's clock) in milliseconds after each launch, for so many rounds of them.
 
-    The first round begins with an idle GPU. A queue has ten thousands of launches and a curve needs
-    many replays, hence the plain loop.
+    The first round begins with an idle GPU.
     """
+    hosts, begun = _replayed(launches, rounds)
+    ends = [start + launches[at % len(launches)][1] for at, start in enumerate(begun)]
+    return list(zip(hosts, ends, strict=True))
+
+
+def _replayed(launches: Sequence[Launch], rounds: int) -> tuple[list[float], list[float]]:
+    """The host's clock after each launch, and when its work begins. A queue has ten thousands of
+    launches and a curve needs many replays, hence the plain loop, which makes no pair a launch."""
     host = gpu = 0.0
-    begun: list[float] = []
-    clocks = []
+    hosts, begun = [], []
     for _ in range(rounds):
         for host_ms, gpu_ms, waits in launches:
             host += host_ms
@@ -40,14 +46,15 @@ def replay(launches: Sequence[Launch], rounds: int = 2) -> list[tuple[float, flo
             gpu = start + gpu_ms
             if waits:
                 host = gpu
-            clocks.append((host, gpu))
-    return clocks
+            hosts.append(host)
+    return hosts, begun
 
 
 def steady_ms(launches: Sequence[Launch]) -> float:
     """Milliseconds of a round once the queue is filled: the second one."""
-    clocks = replay(launches)
-    return clocks[-1][1] - clocks[len(launches) - 1][1]
+    _, begun = _replayed(launches, rounds=2)
+    # The last launch's work is the same in both.
+    return begun[-1] - begun[len(launches) - 1] if begun else 0.0
 
 
 def root(rising: Callable[[float], float], low: float, high: float) -> float:

@@ -362,6 +362,7 @@ def test_a_captured_step_runs_while_the_host_makes_the_next_batch():
     queue = Queue(4 * (replace(kernels[0], data_ms=made), *kernels[1:]))
     assert queue.step_ms == pytest.approx(4 * (made + 80), rel=0.01)
     assert queue.having(fixes.captured(queue.pieces)).step_ms == pytest.approx(4 * made, rel=0.01)
+    assert queue.having(()).step_ms == queue.having(()).from_idle_ms() == 0  # nothing is left
 
 
 def test_a_gap_is_its_kernels():

@@ -97,8 +97,8 @@ class Queue:
 
     def from_idle_ms(self, host: float = 1.0) -> float:
         """Milliseconds until the host has given a step's work, beginning with an idle device."""
-        ended, _ = replay(self._queued(host), rounds=1)[-1]
-        return ended / self.steps
+        clocks = replay(self._queued(host), rounds=1)
+        return clocks[-1][0] / self.steps if clocks else 0.0
 
     def _queued(self, host: float) -> list[Launch]:
         return [(apart + host * own, ms, waits) for apart, own, ms, waits in self._parts]
