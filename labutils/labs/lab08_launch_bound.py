@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -112,13 +112,14 @@ class HostStep:
         trace = step.traced()
         self.program, self.phases = Program.of(trace), trace.host_breakdown()
         self.operations, self.long_operations = operations_of(step), operations_of(long)
-        self.alike = self.program.launches * self.long_operations / self.operations
+        # Had the long step this one's launches an operation, it would have so many.
+        self.as_long = self.program.launches * self.long_operations / self.operations
 
     def host(self, program: Program, step_ms: float) -> Host | None:
         """What a launch of the long step, which is `program`, takes where this one takes `step_ms`.
         None where the GPU decides even this one."""
         host = step_model.host_of(self.program, self.phases, step_ms)
-        return host and host.times(self.alike / program.launches)
+        return host and host.times(self.as_long / program.launches)
 
     def predict(
         self, program: Program, host: Host, short_ms: Sequence[float], added_ms: float
@@ -127,7 +128,7 @@ class HostStep:
         read from: between replays of both. Each launch takes the long step `added_ms` more."""
         ends = np.array([0.9 * min(short_ms), 1.1 * max(short_ms)]) / statistics.median(short_ms)
         hosts = [host.times(by) for by in np.linspace(*ends, 5)]
-        back = program.launches / self.alike
+        back = program.launches / self.as_long
         short = [replayed_ms(self.program, each.times(back)) for each in hosts]
         long = [replayed_ms(program, each.plus(added_ms)) for each in hosts]
         return np.interp(short_ms, short, long).tolist()
@@ -160,11 +161,11 @@ def study(
         short, step = None, OnOneBatch(trainer, batch_of(texts["long"], trainer.recipe))
         if recipe.driver != "graph":
             short = HostStep(OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe)), step)
-        (plain,) = found = predict_and_measure(tags := tags_of(family, way), step, short, steps)
+        tags = tags_of(family, way)
+        found = [*predict_and_measure(tags, step, short, steps)]
         if delay_us is not None:
-            delays, again = (0.0, delay_us), tags | {"again": True}
-            found += predict_and_measure(tags, step, short, FEWER_STEPS, plain, delays)
-            found += predict_and_measure(again, step, short, FEWER_STEPS, plain)
+            found += predict_and_measure(tags, step, short, FEWER_STEPS, found[0], (0.0, delay_us))
+            found += predict_and_measure(tags | {"again": True}, step, short, FEWER_STEPS, found[0])
         return found
 
 
@@ -191,7 +192,7 @@ def predict_and_measure(
     steps: int,
     traced: PredictedStep | None = None,
     delays: Sequence[float | None] = (None,),
-) -> list[PredictedStep]:
+) -> Iterator[PredictedStep]:
     """Trace a step, time it beside each host of `delays`, and predict it from all but its time.
 
     short: tells what a launch takes the host; without it, or where the GPU decides that step, a
@@ -199,7 +200,6 @@ def predict_and_measure(
     others add their delays. traced: the same step, traced before.
     """
     workload, recipe = step.trainer.workload, step.trainer.recipe
-    watts = None
     if traced is None:
         steps, watts = step.warm_up(steps)
         trace = step.traced()
@@ -208,11 +208,10 @@ def predict_and_measure(
         del trace
         gc.collect()  # a trace is a hundred thousand objects
     else:
-        program, work, lanes = traced.program, traced.work, traced.lanes
+        program, work, lanes, watts = traced.program, traced.work, traced.lanes, None
     times = in_turns(step, short, steps, delays)
     host = short and short.host(program, statistics.median(times["short"]))
     host = host or Host(probe_machine("launch_us").median("launch_us") / 1e3)
-    found = []
     for delay in delays:
         run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
         run.tags = tags if delay is None else tags | {"delay_us": delay}
@@ -231,8 +230,7 @@ def predict_and_measure(
                 "operations": short.long_operations,
             }
         describe(run, program, work, predicted_ms, times[delay])
-        found.append(PredictedStep(run, program, beside, work, lanes))
-    return found
+        yield PredictedStep(run, program, beside, work, lanes)
 
 
 def describe(

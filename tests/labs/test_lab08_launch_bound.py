@@ -55,12 +55,11 @@ def test_a_launch_is_told_by_operations_which_few_tokens_need_fewer_of(family, m
     more = [told[0].operations / each.operations for each in told]
     assert more[:2] == [1, 1] and (more[2] > 1.1) == (family == "moe")
     assert long["input_ids"].numel() > 2 * short["input_ids"].numel()
-    assert host_ms == pytest.approx(
-        [m * o.program.launches for m, o in zip(more, told, strict=True)]
-    )
+    wanted = [m * o.program.launches for m, o in zip(more, told, strict=True)]
+    assert host_ms == pytest.approx(wanted)
     program, shape = told[0].program, Host(1.0)
     short_ms = [replayed_ms(told[1].program, shape.times(by)) for by in (0.7, 1, 1.3)]
-    host = shape.times(told[1].alike / program.launches)
+    host = shape.times(told[1].as_long / program.launches)
     wanted = [replayed_ms(program, host.times(by).plus(0.5)) for by in (0.7, 1, 1.3)]
     assert told[1].predict(program, host, short_ms, 0.5) == pytest.approx(wanted, rel=1e-3)
 
