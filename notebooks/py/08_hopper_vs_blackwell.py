@@ -899,6 +899,7 @@ for family, step in basis.items():
     print(f"    {short}, {step.metric('step_ms'):,.0f} measured")
 
 
+# %%
 def large_step(name, family, tokens, host_us=None):
     """Seconds of (kernels, launches, step) of the large model on a card."""
     of = basis[family].metric
