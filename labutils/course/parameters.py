@@ -20,8 +20,6 @@ LEAST = dict.fromkeys(("steps", "rounds", "ranks", "blackwell_yen", "h100_yen"),
 """Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or
 says unknown.
 """
-ABOVE = {"years": 0, "hours_a_day": 0, "yen_per_kwh": 0}
-MOST = {"hours_a_day": 24}
 EXAMPLES = {
     "str": "words",
     "int": "a whole number, e.g. 4",
@@ -60,10 +58,6 @@ def check(name: str, value: Any, kind: str) -> Any:
         takes = f"one of: {', '.join(CHOICES[name])}"
     elif name in LEAST and value < LEAST[name]:
         takes = f"{LEAST[name]} or more"
-    elif name in ABOVE and value <= ABOVE[name]:
-        takes = f"a number above {ABOVE[name]}"
-    elif name in MOST and value > MOST[name]:
-        takes = f"{MOST[name]} or less"
     elif name == "ranks" and value == 1:  # a lab of several ranks has nothing to show with one
         takes = "0, or more than 1"
     if takes:

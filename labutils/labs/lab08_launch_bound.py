@@ -127,7 +127,7 @@ class HostStep:
         """Milliseconds of the long step beside each of these short ones, whose median `host` was
         read from: between replays of both. Each launch takes the long step `added_ms` more."""
         ends = np.array([0.9 * min(short_ms), 1.1 * max(short_ms)]) / statistics.median(short_ms)
-        hosts = [host.times(by) for by in np.linspace(*ends, 5)]
+        hosts = [host.times(by) for by in np.linspace(*ends, 17)]
         back = program.launches / self.as_long
         short = [replayed_ms(self.program, each.times(back)) for each in hosts]
         long = [replayed_ms(program, each.plus(added_ms)) for each in hosts]
@@ -143,9 +143,9 @@ def operations_of(step: OnOneBatch) -> int:
 
 def study(
     texts: Mapping[str, Workload], family: str, way: str, steps: int, delay_us: float | None = None
-) -> list[PredictedStep]:
+) -> Iterator[PredictedStep]:
     """Build one trainer, and predict and measure its step on typical "long" texts of `texts`. The
-    "short" ones tell what a launch takes the host.
+    "short" ones tell what a launch takes the host. Each step comes as soon as it is measured.
 
     With `delay_us` the step is measured beside a slower host as well: one that takes the detour
     through a dispatch mode, and one that waits in it for so long before each operation. After that
@@ -162,11 +162,12 @@ def study(
         if recipe.driver != "graph":
             short = HostStep(OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe)), step)
         tags = tags_of(family, way)
-        found = [*predict_and_measure(tags, step, short, steps)]
+        (plain,) = predict_and_measure(tags, step, short, steps)
+        yield plain
         if delay_us is not None:
-            found += predict_and_measure(tags, step, short, FEWER_STEPS, found[0], (0.0, delay_us))
-            found += predict_and_measure(tags | {"again": True}, step, short, FEWER_STEPS, found[0])
-        return found
+            delays, again = (0.0, delay_us), tags | {"again": True}
+            yield from predict_and_measure(tags, step, short, FEWER_STEPS, plain, delays)
+            yield from predict_and_measure(again, step, short, FEWER_STEPS, plain)
 
 
 def in_turns(
@@ -210,25 +211,27 @@ def predict_and_measure(
     else:
         program, work, lanes, watts = traced.program, traced.work, traced.lanes, None
     times = in_turns(step, short, steps, delays)
-    host = short and short.host(program, statistics.median(times["short"]))
-    host = host or Host(probe_machine("launch_us").median("launch_us") / 1e3)
+    read = short and short.host(program, statistics.median(times["short"]))
+    host = read or Host(probe_machine("launch_us").median("launch_us") / 1e3)
+    operations = short.long_operations if short else 0
     for delay in delays:
         run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
         run.tags = tags if delay is None else tags | {"delay_us": delay}
         run.metrics = {"power_w": watts} if watts else {}
-        beside, predicted_ms = host, [replayed_ms(program, host)] * steps
+        added_ms = (delay or 0.0) * operations / program.launches / 1e3
+        beside = host.plus(added_ms)
+        predicted_ms = [replayed_ms(program, beside)] * steps
         if short:
-            added_ms = (delay or 0.0) * short.long_operations / program.launches / 1e3
-            beside = host.plus(added_ms)
-            predicted_ms = short.predict(program, host, times["short"], added_ms)
             run.samples = {"short_ms": times["short"]}
             run.metrics |= {
-                "host_us": 1e3 * beside.mean_ms(program),
-                "host_ms": beside.mean_ms(program) * program.launches,
                 "short_kernels_ms": short.program.kernel_ms,
                 "short_operations": short.operations,
-                "operations": short.long_operations,
+                "operations": operations,
             }
+        if short and read:
+            predicted_ms = short.predict(program, read, times["short"], added_ms)
+            run.metrics["host_us"] = 1e3 * beside.mean_ms(program)
+            run.metrics["host_ms"] = beside.mean_ms(program) * program.launches
         describe(run, program, work, predicted_ms, times[delay])
         yield PredictedStep(run, program, beside, work, lanes)
 

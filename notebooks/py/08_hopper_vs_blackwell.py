@@ -49,9 +49,6 @@ results_dir: str = ""  # folder of results.jsonl; empty: a new one under results
 steps: int = 0  # timed optimizer steps, at least; 0: 4 at tiny, 8 at larger scales
 blackwell_yen: float = 1600000.0  # price of an RTX PRO 6000 Blackwell Max-Q (the article's)
 h100_yen: float = 4700000.0  # price of an H100 (the article's, of the PCIe card)
-years: float = 3.0  # after so many years a card is worth nothing
-hours_a_day: float = 8.0  # so long it works each day until then
-yen_per_kwh: float = 31.0  # price of electricity
 
 # %%
 from labutils.course.lab import open_lab
@@ -84,7 +81,6 @@ from labutils.profiling import step_model
 from labutils.profiling.gpu_specs import find_spec, spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.launch_queue import replay as course_replay
-from labutils.profiling.launch_queue import root
 from labutils.profiling.measured_rates import probe_machine
 from labutils.profiling.step_model import CARDS
 from labutils.recipe import Unavailable
@@ -336,15 +332,16 @@ def queue_of(profiler):
 
 # %%
 def studied_step(width):
-    """(a step, its queue five times over): forward through 24 layers, with a wait after each."""
+    """(a step, its queue five times over): forward through 24 layers, a wait after every other."""
     layers = [nn.Linear(width, width).to(lab.device) for _ in range(24)]
     x = torch.randn(512, width, device=lab.device)
 
     def step():
         h = x
-        for layer in layers:
+        for number, layer in enumerate(layers):
             h = layer(h)
-            h[0, 0].item()  # the host waits
+            if number % 2:
+                synchronize()  # the host waits
 
     step()
     with torch.profiler.profile() as profiler:
@@ -355,7 +352,7 @@ def studied_step(width):
 
 
 # %%
-thin, *wider = (16, 64, 256) if lab.scale == "tiny" else (16, 1024, 2048, 4096)
+thin, *wider = (16, 64, 256) if lab.scale == "tiny" else (64, 512, 1024, 2048, 4096)
 toys = {width: studied_step(width) for width in (thin, *wider)}
 toy_ms = {width: [] for width in toys}
 for _, width in product(range(15), [*toys, *reversed(toys)]):  # in turns: the host drifts
@@ -368,16 +365,18 @@ for _, width in product(range(15), [*toys, *reversed(toys)]):  # in turns: the h
 queue = toys[thin][1]
 hidden = 0 if on_gpu else sum(k for k, _ in queue)
 c = max(0.0, 5 * np.median(toy_ms[thin]) - hidden) / len(queue)
+print(f"A launch takes the host {1e3 * c:.1f} µs.")
+rows = []
 for width in wider:
-    queue = toys[width][1]
-    launches = [(c, k, waits) for k, waits in queue]
-    predicted, yours = courses(launches) / 5, replay(launches) / 5
-    kernels, measured = sum(k for k, _ in queue) / 5, np.median(toy_ms[width])
-    larger = max(kernels, c * len(queue) / 5)
-    print(f"{len(queue) / 5:.0f} launches of {1e3 * c:.1f} µs, kernels of {kernels:.1f} ms:")
-    print(f"    measured {measured:.2f} ms, predicted {predicted:.2f}, by your replay {yours:.2f}")
-    missed = f"{predicted / measured - 1:+.0%}, the larger sum {larger / measured - 1:+.0%}"
-    print(f"    the prediction is off by {missed}")
+    launches = [(c, k, waits) for k, waits in toys[width][1]]
+    row = {"ms a step": f"width {width}", "launches": c * len(launches) / 5}
+    row["kernels"] = sum(k for _, k, _ in launches) / 5
+    row |= {"replay": courses(launches) / 5, "yours": replay(launches) / 5}
+    row["measured"] = np.median(toy_ms[width])
+    row["replay is off by, %"] = 100 * (row["replay"] / row["measured"] - 1)
+    larger = max(row["launches"], row["kernels"])
+    rows.append(row | {"the larger sum, %": 100 * (larger / row["measured"] - 1)})
+lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # On the H200 they came out 12 to 15 % too short, the larger sum 13 to 38. What is missing grows with the kernels; we didn't
@@ -401,15 +400,17 @@ texts = {
     family: {kind: lab.workload(f"{name}-{kind}") for kind in ("long", "short")}
     for family, name in names.items()
 }
-studied = {}
+studied, ways_studied = {}, {}
 
 
 def study(family, way, delay_us=None):
-    """Predict and measure one way to train a model, beside a slower host as well."""
-    described = lab08_launch_bound.tags_of(family, way)
+    """Predict and measure one way to train a model, beside slower hosts as well."""
+    described, found = lab08_launch_bound.tags_of(family, way), []
     with lab.attempt(f"{family}, {way}", lambda: None, **described):
         for step in lab08_launch_bound.study(texts[family], family, way, steps, delay_us):
             studied[lab.keep(step.run).label] = step
+            found.append(step)
+    ways_studied[f"{family}, {way}"] = found
 
 
 slower_us = 40.0  # for section 6
@@ -419,14 +420,31 @@ for workload in texts["dense"].values():
 study("moe", "expert loop", slower_us)
 
 # %%
-off = ("off_by_percent", "off_low_percent", "off_high_percent")
-columns = ("launches", "waits", "host_ms", "kernels_ms", "predicted_ms", "step_ms", *off)
+def name_of(run):
+    """For example: moe, grouped, delay 40 µs."""
+    words = [run.tags["model"], run.tags.get("variant", "loop")]
+    if "again" in run.tags:
+        words.append("again")
+    if "delay_us" in run.tags:
+        words.append(f"delay {run.tags['delay_us']:.0f} µs")
+    return ", ".join(words)
+
+
+def predictions(runs):
+    """A line a step: its two clocks, what the replay makes of them, what was measured."""
+    rows = []
+    for run in runs:
+        by, low, high = (run.metric(f"off_{end}_percent") for end in ("by", "low", "high"))
+        row = {"": name_of(run), "launches": run.metric("launches"), "waits": run.metric("waits")}
+        row |= {"launches, ms": run.metric("host_ms"), "kernels, ms": run.metric("kernels_ms")}
+        row |= {"predicted": run.metric("predicted_ms"), "measured": run.metric("step_ms")}
+        rows.append(row | {"off by": f"{by:+.0f} % ({low:+.0f} to {high:+.0f})"})
+    return pd.DataFrame(rows)
+
+
 plain = {"variant": False, "delay_us": False}
 loops = [step.run for step in studied.values() if step.run.has(**plain)]
-lab.show(loops, (*columns, "floor_ms"), experiment="steps", **plain)
-for run in loops:
-    times = run.samples["step_ms"]
-    print(f"{run.label}: {len(times)} steps of {min(times):.0f} to {max(times):.0f} ms")
+lab.show(loops, predictions, experiment="steps", **plain)
 
 # %%
 columns = ("short_ms", "short_kernels_ms", "short_operations", "operations", "launches", "host_us")
@@ -438,12 +456,14 @@ def launches_of(step):
     return [(step.host.of(phase), k, waits) for phase, k, waits in step.program.pieces]
 
 
+rows = []
 for label in [label for label in ("dense, texts long", "moe, texts long") if label in studied]:
     launches, of = launches_of(studied[label]), studied[label].program.steps
-    yours, course = replay(launches) / of, courses(launches) / of
-    measured = studied[label].run.metric("step_ms")
-    print(f"{label}: by your replay {yours:.0f} ms, by the course's {course:.0f},")
-    print(f"    measured {measured:.0f}")
+    row = {"ms a step": label, "launches": sum(c for c, _, _ in launches) / of}
+    row |= {"kernels": sum(k for _, k, _ in launches) / of, "replay": courses(launches) / of}
+    row |= {"yours": replay(launches) / of, "measured": studied[label].run.metric("step_ms")}
+    rows.append(row)
+lab.table(pd.DataFrame(rows))
 
 # %%
 lab.verdict("A3.moe.launches", "A3.dense.busy")
@@ -529,17 +549,17 @@ my_grouped: float | None = None  # for example 1.2
 lab.predict("gpt-oss with grouped experts: times as fast as the loop", my_grouped, "x")
 
 # %%
-for way in ("grouped", "rewritten", "captured", "compiled"):
+study("moe", "grouped", slower_us)
+for way in ("rewritten", "captured", "compiled"):
     study("moe", way)
 for workload in texts["moe"].values():
     workload.release_weights()
 
 # %%
-columns = ("launches", "host_ms", "kernels_ms", "predicted_ms", "step_ms", *off)
-columns += ("speed-up", "floor_ms", "power_w")
-of = {"model": "moe", "texts": "long", "delay_us": False}
+of = {"model": "moe", "texts": "long", "delay_us": False, "again": False}
 ways = [step.run for step in studied.values() if step.run.has(**of)]
-lab.show(ways, columns, experiment="steps", **of)
+lab.show(ways, predictions, experiment="steps", **of)
+lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step about 4 times as fast. Launches now take 282 ms, kernels
@@ -597,7 +617,8 @@ with lab.attempt("Host and GPU, from traces"):
 # %% [markdown]
 # ## 6 · A slower host
 #
-# **Question.** If the host decides, a slower host must lengthen the step by as much as the replay says. Does it?
+# **Question.** If the host decides, a slower host must lengthen the step by as much as the replay says. Where kernels decide,
+# it must lengthen nothing until its clock overtakes theirs. Does it?
 #
 # **Technique.** Section 3's dispatch mode with a delay, on a small network. A delay of 0 costs the *detour* through Python.
 
@@ -621,74 +642,44 @@ for delay_us in (0, 20, 100):
 # %% [markdown]
 # On the H200 the detour alone made the step 2.1 times as long; delays of 3 and 15 ms added 3.5 and 20 on this busy host.
 #
-# **Measurement.** Section 4 has timed its steps with delays of 0 and 40 µs, in turns. Short steps give $c$ at 0; the replay
+# **Measurement.** Three steps were timed with delays of 0 and 40 µs as well, in turns. Short steps give $c$ at 0; the replay
 # adds 40 µs.
 
 
 # %%
-empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3  # an empty kernel
+def slower_hosts(steps):
+    """Extra µs a launch -> a step's ms: (by the replay, measured: p10, median, p90)."""
+    plain, *slowed, again = steps
+    extra = lambda step: step.run.metric("host_us") - plain.run.metric("host_us")
+    quantiles = lambda step: np.percentile(step.run.samples["step_ms"], (10, 50, 90))
+    measured = {extra(step): quantiles(step) for step in (plain, *slowed)}
+    hosts = {us: plain.host.plus(us / 1e3) for us in np.linspace(0, 1.1 * max(measured), 33)}
+    return {us: step_model.replayed_ms(plain.program, host) for us, host in hosts.items()}, measured
 
 
-def beside(step, added_us):
-    """Milliseconds of such a step where each launch takes the host so much longer."""
-    return step_model.replayed_ms(step.program, step.host.plus(added_us / 1e3))
-
-
-def on_card(step, name):
-    """Milliseconds of such a step on the card `name`, with this host, by section 7."""
-    flops_a_byte = step.work.flops / step.work.bytes
-    program = step.program.on(find_spec(name), here, "bf16", flops_a_byte, empty_ms)
-    return step_model.replayed_ms(program, step.host)
-
-
-def level_us(step, rival_ms):
-    """Extra µs a launch until `step` takes as long; the same if its replay is as far off as it was."""
-    off = abs(step.run.metric("off_by_percent")) / 100
-    factors = (1, 1 + off, 1 - off)
-    return [root(lambda us, f=f: f * beside(step, us) - rival_ms, 0.0, 1000.0) for f in factors]
-
-
-# %%
-measured, predicted, levels, flips = {}, {}, {}, {}
-slowed = [step.run for step in studied.values() if "delay_us" in step.run.tags]
-for family in dict.fromkeys(run.tags["model"] for run in slowed):
-    step = studied[f"{family}, texts long"]
-    slower = [run for run in slowed if run.tags["model"] == family]
-    c = step.run.metric("host_us")
-    points = {run.metric("host_us") - c: run.metric("step_ms") for run in slower}
-    measured[family] = {0.0: step.run.metric("step_ms")} | points
-    if on_gpu and here:
-        rival_ms = on_card(step, BLACKWELL)
-        levels[f"{family} on the {BLACKWELL}, predicted"] = rival_ms
-        flips[family] = level_us(step, rival_ms)
-    furthest = 1.1 * max([*points, *flips.get(family, ())])
-    predicted[family] = {us: beside(step, us) for us in np.linspace(0, furthest, 16)}
-
-# %%
-fig, ax = plt.subplots(figsize=(7.2, 4))
-plots.slower_hosts(ax, predicted, measured, levels)
-for family, (us, *_) in flips.items():
-    ax.plot(us, levels[f"{family} on the {BLACKWELL}, predicted"], "kx")
-ax.set_xlabel("extra host time for a launch, µs")
+slowed = {way: steps for way, steps in ways_studied.items() if len(steps) == 4}
+curves = {way: slower_hosts(steps) for way, steps in slowed.items()}
+fig, axes = plt.subplots(2, 1, figsize=(7.2, 6.4))
+for ax, ways in zip(axes, (("moe, expert loop",), ("moe, grouped", "dense, loop")), strict=True):
+    drawn = {way: curves[way] for way in ways if way in curves}
+    lines, points = ({way: curve[at] for way, curve in drawn.items()} for at in (0, 1))
+    plots.model_and_points(ax, lines, points, "extra host time for a launch, µs")
 plt.show()
-columns = ("host_ms", "predicted_ms", "step_ms", *off)
-lab.show(slowed, columns, experiment="steps", delay_us=(0.0, slower_us))
-for detour, slow in zip(slowed[::2], slowed[1::2], strict=True):
-    added = slow.metric("operations") * slower_us / 1e3
-    print(
-        f"{slow.tags['model']}: {slower_us:.0f} µs before each operation, {added:.0f} ms in all, add"
+
+# %%
+runs = [step.run for steps in slowed.values() for step in steps[1:3]]
+lab.show(runs, predictions, experiment="steps", delay_us=(0.0, slower_us))
+rows = []
+for way, (_, detour, slow, _) in slowed.items():
+    added = slow.run.metric("operations") * slower_us / 1e3
+    replayed, rise = (
+        np.subtract(slow.run.samples[name], detour.run.samples[name])
+        for name in ("predicted_ms", "step_ms")
     )
-    for name, how in {"predicted_ms": "by the replay", "step_ms": "measured"}.items():
-        rise = np.subtract(slow.samples[name], detour.samples[name])
-        print(
-            f"    {np.median(rise):.0f} ms {how} ({min(rise):.0f} to {max(rise):.0f} in single rounds)"
-        )
-for family, (us, low, high) in flips.items():
-    print(f"{family}: the Blackwell card draws level at {us:.1f} µs more")
-    print(f"    {low:.1f} to {high:.1f}, if its replay errs as this card's did")
-if flips:
-    found = {f"{family}_us": us for family, (us, *_) in flips.items()}
-    lab.keep(Run("08", "flip", metrics=found, tags={"experiment": "flip"}))
+    row = {"ms a step": way, "delays in all": added, "rise by the replay": np.median(replayed)}
+    row |= {"measured": np.median(rise), "least round": min(rise), "largest": max(rise)}
+    rows.append(row)
+lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # Roughly: the expert loop's step grew by 2.0 s, in the replay by 1.8, and single rounds scatter more. The dense model's grew by
@@ -722,6 +713,7 @@ def times_as_fast(kind, there, here, flops_a_byte):
 
 
 # %%
+empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3  # an empty kernel
 with lab.attempt("Kernels by kind"):
     if not (on_gpu and here):
         raise Unavailable("kernels are scaled from a GPU with a data sheet")
@@ -740,6 +732,13 @@ with lab.attempt("Kernels by kind"):
     lab.table(pd.DataFrame([{"expert loop": "kernels, ms a step"} | in_all]))
 
 # %%
+def on_card(step, name):
+    """Milliseconds of such a step on the card `name`, with this host."""
+    flops_a_byte = step.work.flops / step.work.bytes
+    program = step.program.on(find_spec(name), here, "bf16", flops_a_byte, empty_ms)
+    return step_model.replayed_ms(program, step.host)
+
+
 cards = None
 with lab.attempt("Four cards", lambda: None, experiment="four cards"):
     if not (on_gpu and here):
@@ -771,11 +770,11 @@ plt.show()
 prices, worth = {BLACKWELL: blackwell_yen, H100: h100_yen}, []
 for way, by_card in bars.items():
     for name, ms in by_card.items():
-        hourly, kilowatts = 3.6e6 * 4 / ms, find_spec(name).tdp_w / 1e3
-        yen = (prices.get(name) or np.nan) / (years * 365 * hours_a_day) + kilowatts * yen_per_kwh
-        each = {"examples/h": hourly, "a kWh": hourly / kilowatts, "a yen": hourly / yen}
-        rounded = {what: float(f"{value:.2g}") for what, value in each.items()}
-        worth.append({"": f"{way}, {name}", "predicted, ms": ms} | rounded)
+        hourly = 3.6e6 * 4 / ms
+        row = {"examples an hour": f"{way}, {name}", "predicted": hourly}
+        row["for a kW"] = hourly / (find_spec(name).tdp_w / 1e3)
+        row["for a million yen"] = 1e6 * hourly / prices[name] if prices.get(name) else None
+        worth.append(row)
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
@@ -951,6 +950,9 @@ for way, line in {"mean": "-", "padded": "--"}.items():
     ratios = [np.interp(c, many_us, rates[:, 0] / rates[:, 1]) for c in (us, theirs_us)]
     print(f"{way}: the Blackwell card makes {ratios[0]:.2f} times the H100's count with this host,")
     print(f"    {ratios[1]:.2f} times with the article's, of {theirs_us:.0f} µs by its short texts")
+of = {"experiment": "steps", "model": "moe", "texts": "long", "variant": False, "delay_us": False}
+on_record = [run.metric("host_us") for run in records.reference_runs("08").select(**of)]
+ax.plot(on_record, np.zeros(len(on_record)), "k^", clip_on=False, label="hosts on record")
 for c, name in ((us, "this host"), (theirs_us, "the article's")):
     ax.axvline(c, color="grey", lw=1)
     ax.annotate(name, (c, ax.get_ylim()[1]), rotation=90, va="top", ha="right")

@@ -77,7 +77,7 @@ def test_rounds_go_there_and_back_and_the_first_warms_up():
 
 @pytest.fixture(scope="module")
 def studied():
-    return lab08.study(texts("moe"), "moe", "expert loop", steps=2, delay_us=100.0)
+    return [*lab08.study(texts("moe"), "moe", "expert loop", steps=2, delay_us=100.0)]
 
 
 def test_a_slower_host_slows_the_step_by_its_delays(studied):
@@ -96,9 +96,9 @@ def test_a_study_predicts_shows_and_repeats(studied):
     assert -100 < low <= off <= high < 100
     assert len(long.run.samples["short_ms"]) == len(long.run.samples["step_ms"])
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
-    alone = lab08.study(texts("moe"), "moe", "grouped", steps=1)[0].run
+    alone = next(lab08.study(texts("moe"), "moe", "grouped", steps=1)).run
     assert alone.metric("launches") < long.run.metric("launches")
     with pytest.raises(KeyError, match="short"):  # a host is read from no other
-        lab08.study({"long": texts("moe")["long"]}, "moe", "rewritten", steps=2)
+        next(lab08.study({"long": texts("moe")["long"]}, "moe", "rewritten", steps=2))
     with pytest.raises(Unavailable, match="GPU"):
-        lab08.study(texts("moe"), "moe", "captured", steps=2)
+        next(lab08.study(texts("moe"), "moe", "captured", steps=2))

@@ -10,7 +10,7 @@ import numpy as np
 
 from labutils.course.plots import layout
 from labutils.course.plots.layout import Spread
-from labutils.course.plots.palette import FILLS, GREY, NAVY, PAPER, PURPLE, RUST, TEAL
+from labutils.course.plots.palette import FILLS, NAVY, PAPER, PURPLE, RUST, TEAL
 from labutils.results.records import summarise
 
 if TYPE_CHECKING:
@@ -79,21 +79,6 @@ def model_and_points(
     ax.set(xlabel=xlabel, ylabel="ms an optimizer step")
     layout.legend(ax)
     return ax
-
-
-def slower_hosts(
-    ax: Axes,
-    model: Mapping[str, Mapping[float, float]],
-    measured: Mapping[str, Mapping[float, float]],
-    rivals: Mapping[str, float],
-) -> Axes:
-    """Steps over what the host takes longer for a launch, in microseconds; `rivals` as levels."""
-    points = {
-        name: {at: (ms, ms, ms) for at, ms in steps.items()} for name, steps in measured.items()
-    }
-    for (label, ms), line in zip(rivals.items(), cycle((":", (0, (5, 5)))), strict=False):
-        ax.axhline(ms, color=GREY, linestyle=line, label=label, zorder=1)
-    return model_and_points(ax, model, points, "what the host takes longer for a launch, µs")
 
 
 def over_decoding(
