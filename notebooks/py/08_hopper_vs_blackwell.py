@@ -352,7 +352,7 @@ def studied_step(width):
 
 
 # %%
-thin, *wider = (16, 64, 256) if lab.scale == "tiny" else (64, 512, 1024, 2048, 4096)
+thin, *wider = (16, 64, 256) if lab.scale == "tiny" else (64, 512, 1024, 2048)
 toys = {width: studied_step(width) for width in (thin, *wider)}
 toy_ms = {width: [] for width in toys}
 for _, width in product(range(15), [*toys, *reversed(toys)]):  # in turns: the host drifts
@@ -459,11 +459,35 @@ def launches_of(step):
 rows = []
 for label in [label for label in ("dense, texts long", "moe, texts long") if label in studied]:
     launches, of = launches_of(studied[label]), studied[label].program.steps
-    row = {"ms a step": label, "launches": sum(c for c, _, _ in launches) / of}
-    row |= {"kernels": sum(k for _, k, _ in launches) / of, "replay": courses(launches) / of}
+    row = {"ms a step": name_of(studied[label].run)}
+    row["launches"] = sum(c for c, _, _ in launches) / of
+    row["kernels and copies"] = sum(k for _, k, _ in launches) / of
+    row["replay"] = courses(launches) / of
     row |= {"yours": replay(launches) / of, "measured": studied[label].run.metric("step_ms")}
     rows.append(row)
 lab.table(pd.DataFrame(rows))
+
+# %%
+def in_full_queue(launches=500):
+    """Milliseconds from one kernel to the next where the host is far ahead."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(50_000_000)  # cycles, in which the host fills the queue
+    begin.record()
+    for _ in range(launches):
+        number.neg_()
+    end.record()
+    synchronize()
+    return begin.elapsed_time(end) / launches
+
+
+with lab.attempt("The gap between two kernels"):
+    if not on_gpu:
+        raise Unavailable("a CPU has no queue")
+    apart = np.median([in_full_queue() for _ in range(5)])
+    with torch.profiler.profile() as profiler:
+        in_full_queue()
+    k = np.median([k for k, _ in queue_of(profiler)])
+    print(f"A kernel of {1e3 * k:.1f} µs, {1e3 * (apart - k):.1f} µs until the next")
 
 # %%
 lab.verdict("A3.moe.launches", "A3.dense.busy")
@@ -599,9 +623,10 @@ with lab.attempt("Host and GPU, from traces"):
         known = [lane for lane in ("launches", "host waits", "GPU") if lanes.get(lane)]
         rows = typical({lane: lanes[lane] for lane in known})
         host = (*rows.get("launches", ()), *rows.get("host waits", ()))
-        pictures[f"{name}: traced"] = {"host": host, "GPU": rows["GPU"]}
+        pictures[f"{name_of(studied[name].run)}: traced"] = {"host": host, "GPU": rows["GPU"]}
     for name in ("dense, texts long", "moe, texts long"):
-        pictures[f"{name}: by the replay"] = typical(clocks(launches_of(studied[name])))
+        rows = typical(clocks(launches_of(studied[name])))
+        pictures[f"{name_of(studied[name].run)}: by the replay"] = rows
     for title, rows in pictures.items():
         fig, ax = plt.subplots(figsize=(7.2, 2))
         plots.timeline(ax, rows).set_xlim(0, 2)
@@ -657,7 +682,8 @@ def slower_hosts(steps):
     return {us: step_model.replayed_ms(plain.program, host) for us, host in hosts.items()}, measured
 
 
-slowed = {way: steps for way, steps in ways_studied.items() if len(steps) == 4}
+read = {way: [s for s in steps if s.run.metric("host_us")] for way, steps in ways_studied.items()}
+slowed = {way: steps for way, steps in read.items() if len(steps) == 4}
 curves = {way: slower_hosts(steps) for way, steps in slowed.items()}
 fig, axes = plt.subplots(2, 1, figsize=(7.2, 6.4))
 for ax, ways in zip(axes, (("moe, expert loop",), ("moe, grouped", "dense, loop")), strict=True):
@@ -671,13 +697,15 @@ runs = [step.run for steps in slowed.values() for step in steps[1:3]]
 lab.show(runs, predictions, experiment="steps", delay_us=(0.0, slower_us))
 rows = []
 for way, (_, detour, slow, _) in slowed.items():
-    added = slow.run.metric("operations") * slower_us / 1e3
-    replayed, rise = (
-        np.subtract(slow.run.samples[name], detour.run.samples[name])
-        for name in ("predicted_ms", "step_ms")
-    )
-    row = {"ms a step": way, "delays in all": added, "rise by the replay": np.median(replayed)}
-    row |= {"measured": np.median(rise), "least round": min(rise), "largest": max(rise)}
+    longer = {
+        name: np.subtract(slow.run.samples[name], detour.run.samples[name])
+        for name in ("short_ms", "predicted_ms", "step_ms")
+    }
+    took_us = 1e3 * np.median(longer["short_ms"]) / slow.run.metric("short_operations")
+    row = {"": way, f"{slower_us:.0f} µs take the host, µs": took_us}
+    row["rise by the replay, ms"] = np.median(longer["predicted_ms"])
+    row["measured"] = np.median(longer["step_ms"])
+    row |= {"in single rounds": f"{min(longer['step_ms']):.0f} to {max(longer['step_ms']):.0f}"}
     rows.append(row)
 lab.table(pd.DataFrame(rows))
 
@@ -878,7 +906,7 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # 1.5 · 5.59 · 59,693 · 30.85 µs = 15.4 s.
 
 # %%
-own = {name: step.run for name, step in studied.items()}
+own = {name: step.run for name, step in studied.items() if step.run.metric("host_us")}
 if not on_gpu or not here or lab.scale == "tiny":  # tiny kernels reach no peak
     own = {}
 basis = {
@@ -896,6 +924,7 @@ for family, step in basis.items():
     K, n, c, waits = map(step.metric, ("kernels_ms", "launches", "host_us", "waits"))
     short = f"{short_form(K, n, c / 1e3, waits):,.0f} ms by the short form"
     print(f"    {short}, {step.metric('step_ms'):,.0f} measured")
+    print(f"    the large model has {grown[family]:.2f} times its operations")
 
 
 # %%
