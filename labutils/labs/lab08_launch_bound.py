@@ -43,7 +43,7 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-FEWER_STEPS = 5
+FEWER_STEPS = 6
 """Rounds of slowed steps, and of what is measured again."""
 
 
@@ -172,18 +172,18 @@ def study(
 
 def in_turns(
     step: OnOneBatch, short: HostStep | None, rounds: int, delays: Sequence[float | None]
-) -> dict[tuple[str, float | None], list[float]]:
-    """(which step, delay) -> its milliseconds in so many rounds, there and back: of the "long" step
-    and of the "short" one beside hosts that take each of these `delays` (microseconds an operation;
-    None: the plain host)."""
-    steps = ({"short": short.step} if short else {}) | {"long": step}
-    turns = [(name, delay) for delay in delays for name in steps]
-    times: dict[Any, list[float]] = {turn: [] for turn in turns}
+) -> dict[Any, list[float]]:
+    """Milliseconds of a step in so many rounds, there and back: beside a host that takes each of
+    these `delays` (microseconds an operation; None: the plain host), and those of the "short" one
+    beside the first of these hosts."""
+    turns = [("short", short.step, delays[0])] if short else []
+    turns += [(delay, step, delay) for delay in delays]
+    times: dict[Any, list[float]] = {name: [] for name, _, _ in turns}
     for number in range(rounds + 1):
-        for name, delay in turns[:: -1 if number % 2 else 1]:
+        for name, each, delay in turns[:: -1 if number % 2 else 1]:
             with nullcontext() if delay is None else SlowerHost(delay):
-                times[name, delay] += steps[name].timed(1)
-    return {turn: ms[1:] for turn, ms in times.items()}  # the first round warms up
+                times[name] += each.timed(1)
+    return {name: ms[1:] for name, ms in times.items()}  # the first round warms up
 
 
 def predict_and_measure(
@@ -197,9 +197,8 @@ def predict_and_measure(
     """Trace a step, time it beside each host of `delays`, and predict it from all but its time.
 
     short: tells what a launch takes the host; without it, or where the GPU decides that step, a
-    launch takes what the shortest call takes, which is too little. What another host's delay adds
-    to an operation the short step tells as well: more than the delay. traced: the same step, traced
-    before.
+    launch takes what the shortest call takes, which is too little. To the first host's launches the
+    others add their delays. traced: the same step, traced before.
     """
     workload, recipe = step.trainer.workload, step.trainer.recipe
     if traced is None:
@@ -212,27 +211,28 @@ def predict_and_measure(
     else:
         program, work, lanes, watts = traced.program, traced.work, traced.lanes, None
     times = in_turns(step, short, steps, delays)
-    short_ms = times.get(("short", delays[0]), [])
-    read = short and short.host(program, statistics.median(short_ms))
+    read = short and short.host(program, statistics.median(times["short"]))
     host = read or Host(probe_machine("launch_us").median("launch_us") / 1e3)
+    operations = short.long_operations if short else 0
     for delay in delays:
         run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
         run.tags = tags if delay is None else tags | {"delay_us": delay}
         run.metrics = {"power_w": watts} if watts else {}
-        beside, predicted_ms = host, [replayed_ms(program, host)] * steps
+        added_ms = (delay or 0.0) * operations / program.launches / 1e3
+        beside = host.plus(added_ms)
+        predicted_ms = [replayed_ms(program, beside)] * steps
         if short:
-            run.samples = {"short_ms": times["short", delay]}
-            run.metrics["short_kernels_ms"] = short.program.kernel_ms
-            run.metrics["short_operations"] = short.operations
-            run.metrics["operations"] = short.long_operations
+            run.samples = {"short_ms": times["short"]}
+            run.metrics |= {
+                "short_kernels_ms": short.program.kernel_ms,
+                "short_operations": short.operations,
+                "operations": operations,
+            }
         if short and read:
-            longer_ms = statistics.median(times["short", delay]) - statistics.median(short_ms)
-            added_ms = longer_ms / short.operations * short.long_operations / program.launches
-            beside = read.plus(added_ms)
-            predicted_ms = short.predict(program, read, short_ms, added_ms)
-            mean_ms = beside.mean_ms(program)
-            run.metrics |= {"host_us": 1e3 * mean_ms, "host_ms": mean_ms * program.launches}
-        describe(run, program, work, predicted_ms, times["long", delay])
+            predicted_ms = short.predict(program, read, times["short"], added_ms)
+            run.metrics["host_us"] = 1e3 * beside.mean_ms(program)
+            run.metrics["host_ms"] = beside.mean_ms(program) * program.launches
+        describe(run, program, work, predicted_ms, times[delay])
         yield PredictedStep(run, program, beside, work, lanes)
 
 

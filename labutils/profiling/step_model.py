@@ -19,8 +19,9 @@ For another card each category of kernels scales with what bounds it (`scale`): 
 attention with the dense peak, as far as the step's FLOPs a byte suffice, everything else with the
 memory's bandwidth. No kernel falls below what an empty one takes. Products that LoRA's rank makes
 thin go by bandwidth. A graph's kernels, which no operator calls, can't be told to be thin.
-Left out: that other cards reach another share of their peaks, caches, gaps of about a microsecond
-between kernels that wait in the queue, and that a host comes back later from a long wait.
+Left out: that other cards reach another share of their peaks; caches; gaps of 1 to 3 microseconds
+between kernels that wait in the queue; that a host comes back later from a long wait. What the host
+does between two steps is spread over all launches, so that it is lost where kernels decide.
 """
 
 from __future__ import annotations

@@ -68,11 +68,11 @@ def test_rounds_go_there_and_back_and_the_first_warms_up():
     order, now = [], iter(range(100))
     step, short = (
         SimpleNamespace(timed=lambda _, name=name: order.append(name) or [next(now)])
-        for name in "ls"
+        for name in ("long", "short")
     )
     times = lab08.in_turns(step, SimpleNamespace(step=short), 2, (None, 5.0))
-    assert "".join(order) == "slsllslsslsl"
-    assert times["short", None] == [7, 8] and times["long", 5.0] == [4, 11]
+    assert order == ["short", "long", "long", "long", "long", "short", "short", "long", "long"]
+    assert times == {"short": [5, 6], None: [4, 7], 5.0: [3, 8]}
 
 
 @pytest.fixture(scope="module")
