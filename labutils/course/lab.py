@@ -350,8 +350,8 @@ class Lab:
         return self.references().one(**tags)
 
     def references(self, **tags: records.Wanted) -> records.Runs:
-        """Our own runs of this lab that have these tags, of the machine that ran it last."""
-        return records.reference_runs(self.number).of_newest_host().select(**tags)
+        """Our own runs of this lab that have these tags: those that its recorded page shows."""
+        return recorded.runs_of(self.number).select(**tags)
 
     def verdict(self, *claims: str) -> None:
         """Show published | ours | here | verdict for the claim ids, and which lines of the results

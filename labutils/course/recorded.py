@@ -8,6 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from labutils.results import records
+from labutils.results.records import Runs
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -22,6 +23,17 @@ def outputs_of(number: str, source: str) -> list[dict[str, Any]]:
             if cell["cell_type"] == "code" and _text(cell["source"]).strip() == source.strip():
                 return [output for output in cell["outputs"] if output["output_type"] != "error"]
     return []
+
+
+def runs_of(number: str) -> Runs:
+    """Our runs that lab `number`'s recorded page shows, so that tables and text are of one machine;
+    without a page those of the host that measured last."""
+    runs = records.reference_runs(number)
+    for path in records.REFERENCE.parents[1].glob(f"*/{number}_*.ipynb"):
+        took = json.loads(path.read_text(encoding="utf-8"))["metadata"]["papermill"]
+        began, ended = took["start_time"][:19], took["end_time"][:19]
+        return Runs(run for run in runs if began <= run.at[:19] <= ended)
+    return runs.of_newest_host()
 
 
 def _text(lines: str | list[str]) -> str:

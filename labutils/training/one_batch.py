@@ -45,9 +45,9 @@ class OnOneBatch:
 
     def warm_up(self, steps: int) -> tuple[int, float | None]:
         """How many steps, `steps` or more, take `TIMED_MS`, after warming up for as long, and the
-        GPU's mean watts in that."""
+        GPU's mean watts in that. Three at least: fewer have no interval."""
         some_ms = min(self.timed(3)[1:])  # the first may compile
-        enough = max(2, math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms))
+        enough = max(3, math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms))
         with Energy() as energy:
             self.timed(enough)
         return max(steps, enough), energy.watts

@@ -26,22 +26,19 @@ def test_two_cards_by_their_counts():
     assert two["dense_short_off_mean"] == two["moe_long_off_mean"] == pytest.approx(2)
     assert (two["dense_long_ratio_mean"], two["moe_long_blackwell_ratio_mean"]) == (0.25, 4)
     assert two["h100_gaps_longer_mean"] == 1
-    judged = {key for one in claims.load_claims().values() for key in readings_of(one)}
-    assert {key for key in judged if key.endswith("_mean")} == two.keys()
-
-
-def readings_of(claim) -> list[str]:
-    of_two = claim.runs.get("run", {}).get("experiment") == "model of two cards"
-    return list(claim.how.get("readings", {}).values()) if of_two else []
+    runs = [(one.how, one.runs.get("run", {})) for one in claims.load_claims().values()]
+    judged = [how for how, run in runs if run.get("experiment") == "model of two cards"]
+    keys = {key for how in judged for key in how.get("readings", {}).values()}
+    assert {key for key in keys if key.endswith("_mean")} == two.keys()
 
 
 def test_the_bounds_of_the_claims_are_the_dense_peaks():
     length = expected_longest(LONG, 32)
-    pairs, tokens, size = attended_pairs(QWEN3_32B, [length]), length, QWEN3_32B
+    pairs, size = attended_pairs(QWEN3_32B, [length]), QWEN3_32B
     shapes = decoder_shapes(size)
     weights = sum(a * b + 8 * (a + b) for a, b in shapes.adapted.values()) - size.width * size.inner
     # Computed again is each block, but for its last product, whose result nobody needs.
-    again = 2 * tokens * size.layers * weights + 4 * pairs * shapes.attended
-    flops = count_flops(size, 8, tokens, pairs, tokens) + again
+    again = 2 * length * size.layers * weights + 4 * pairs * shapes.attended
+    flops = count_flops(size, 8, length, pairs, length) + again
     bounds = [3600 * find_spec(name).dense["bf16"] * 1e12 / flops for name in (BLACKWELL, H100)]
     assert claims.claim("A3.32b.h100-long").how["fastest"] == pytest.approx(bounds, rel=1e-3)

@@ -13,6 +13,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
+from labutils.course.recorded import runs_of
 from labutils.course.tables import verdict_table
 from labutils.results.judges import judge_all
 from labutils.results.records import REFERENCE, REPOSITORY, Runs, reference_runs
@@ -23,9 +24,7 @@ PAGES = sorted(REFERENCE.parents[1].glob("*/*.ipynb"))
 def verdicts(path: Path, page: NotebookNode) -> Iterator[tuple[NotebookNode, str]]:
     """(what a cell shows, the same by today's judges). *here* are the page's own runs, *ours* those
     of our other machines."""
-    began, ended = (page.metadata.papermill[f"{end}_time"][:19] for end in ("start", "end"))
-    runs = reference_runs()
-    here = Runs(one for one in runs.select(path.stem[:2]) if began <= one.at[:19] <= ended)
+    runs, here = reference_runs(), runs_of(path.stem[:2])
     (host,) = {run.host for run in here}
     others = Runs(run for run in runs if run.host != host)
     for cell in page.cells:
