@@ -23,7 +23,7 @@
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. The course's longer version came within 15 % of every
-# step timed on this page. For other cards it is untested.
+# step timed on this page, by medians. For other cards it is untested.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -291,11 +291,13 @@ for name, call in calls.items():
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
-# after the other, and asks the GPU for each which tokens belong to it; transformers 5 otherwise groups them. Long texts reach
-# more experts: hence the second factor. Section 4 measures both.
+# An operation takes the host the same in both steps. The long step has more of them, as its texts reach more experts, and its
+# own number of launches an operation.
 #
-# **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop?
+# gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
+# after the other, and asks the GPU for each which tokens belong to it; transformers 5 otherwise groups them.
+#
+# **Your prediction:** how many µs does the host take for a launch in gpt-oss's training loop? Section 4 measures it.
 
 # %%
 my_host: float | None = None  # for example 5
@@ -311,9 +313,9 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 #
 # **Question.** How well does the replay predict a step that it never timed?
 #
-# **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. It leaves
-# launches slower for good, so all is timed after it. $c$ comes from a thin network, whose step the host decides. Wider ones,
-# timed in turns with it, are predicted. On a CPU $c$ means nothing.
+# **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. Launches stay
+# slower once it has run, so we time only after it. $c$ comes from a thin network, whose step the host decides. Wider ones,
+# timed in turns with it, are predicted.
 
 
 # %%
@@ -381,13 +383,12 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 predictions came within 10 %; the larger of the two sums lacks up to 34. Here $c$ holds half a wait as well, too
-# much at width 512, where the kernel runs during the call that waits. Why 4096 lacks 7 %, we don't know.
+# On the H200 predictions came within 10 %; the larger of the two sums lacks up to 34. Why 4096 lacks 7 %, we don't know.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short
-# and long steps take turns, and each round predicts its own long step. *Off by* is the median over rounds, with its 95 %
-# interval: not quite the columns' ratio, and without the error of the one trace. *Launches, ms* is $n\,c$.
+# and long steps take turns, and each round predicts its own long step. *Off by* is the median over rounds, not quite the
+# columns' ratio, with its 95 % interval. *Launches, ms* is $n\,c$.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -475,8 +476,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # a launch takes 1,214 ms / 40,662 · 45,114 / 59,693 = 22.6 µs; the table's 22.4 leaves waits out. *Again* read 27.9 µs, and
 # the step stayed as it was: $c$ is known to a quarter.
 #
-# In the dense model kernels decide, 373 ms against 322. The prediction lacks some 30 ms, 3 µs a launch. It leaves out gaps
-# between queued kernels, and spreads over all launches what the host does between two steps. Either could be it.
+# In the dense model kernels decide, 373 ms against 322. The prediction lacks some 30 ms, 3 µs a launch. It knows neither gaps
+# between kernels nor when the host works between two steps.
+#
+# **Your own model.** Count the operations of a short and a long batch with `SlowHost`. Profile the long step: `queue_of`. Then
+# time the short one; the formula gives $c$, your replay the step. Ours: `HostStep` in `labutils/labs/lab08_launch_bound.py`.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -565,11 +569,10 @@ lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 3.3 times as fast. Launches now take 285 ms, kernels 440:
-# the GPU decides. A launch takes 33 µs, in the loop 22: $c$ belongs to the code as well as to the host. *Captured* removes
-# launches, so its prediction is its kernels' sum and tests little.
+# the GPU decides. A launch takes 33 µs, in the loop 22: the code counts, too. From there on only shorter kernels help: 440 ms, 235, then 138. *Captured* gains 4 % over *rewritten*. Only the loop tests $c$.
 #
 # Pictures show the two milliseconds that are, row by row, most like the whole step. White in a traced host's row is Python or
-# PyTorch, in the replay's a wait or a full queue. Very short kernels are drawn taller and wider.
+# PyTorch, in the replay's a wait or a full queue. Kinds too short to be seen are drawn taller and wider.
 
 
 # %%
@@ -611,15 +614,15 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The profiler slows the host; the replay shows the step without it. Captured, one call launches nearly all.
+# The profiler slows the host; the replay shows the step without it. Captured, one call launches thousands of kernels.
 #
 # **Takeaway.** Before a new card, try fewer launches.
 
 # %% [markdown]
 # ## 6 · A slower host
 #
-# **Question.** Beside a slower host a step that the host decides must take as much longer as the replay says. Where kernels
-# decide, they must hide the first of it.
+# **Question.** Does a slower host lengthen a step by as much as the replay says? Do kernels hide the first of it where they
+# decide?
 #
 # **Technique.** Section 3's dispatch mode with a delay, on a small network. A delay of 0 costs the *detour* through Python.
 
@@ -643,8 +646,8 @@ for delay_us in (0, 20, 100):
 # %% [markdown]
 # On the H200 the detour alone made the step 1.9 times as long. Delays of 3 and 15 ms added 3.3 and 15.9.
 #
-# **Measurement.** The two loops and *grouped* were timed with delays of 0 and 40 µs as well, in turns. Short steps give $c$ at
-# 0; the replay adds 40 µs.
+# **Measurement.** The two loops and *grouped* took turns with delays of 0 and 40 µs. Short steps give $c$ at 0; the replay
+# adds 40 µs an operation, in the loop 30 a launch.
 
 
 # %%
@@ -684,11 +687,11 @@ for way, (_, detour, slow, _) in slowed.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# The loops' steps rise at once. *Grouped*'s launches grow from 285 to 478 ms, its step only from 476 to 504: kernels hide the
-# rest. The level stretch is the replay's; the first slower host lies beyond its knee.
+# The expert loop's step rises at once, the dense one's soon. *Grouped*'s launches grow from 285 to 478 ms, its step only from
+# 476 to 504: kernels hide the rest. No point lies on the level stretch.
 #
-# From a delay of 0 to 40 µs steps rise by a quarter to a third more than the replay says. Single rounds scatter as much, and
-# on another of our hosts steps rose less than their delays. So the slope is right to a third.
+# From a delay of 0 to 40 µs all three steps rise by a quarter to a third more than the replay says; on another of our hosts
+# they rose less than their delays. We don't know why. So the slope is right to a third.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -696,11 +699,10 @@ lab.table(pd.DataFrame(rows))
 # ## 7 · Four cards with this host
 #
 # **Question.** How long would the same step take on other cards, each with this machine's host? What does a card give for its
-# power and price?
+# price?
 #
 # **Technique.** Scale each kernel by what bounds it: products and attention by the roofline at the step's FLOPs per byte,
-# LoRA's thin products and all else by bandwidth. Of each kernel only the time above an empty one's is scaled. Then replay the
-# queue.
+# LoRA's thin products and all else by bandwidth. Only what a kernel takes above an empty one is scaled.
 
 
 # %%
@@ -780,11 +782,10 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide: cards are up to 4.5 times apart. In the expert loop they are 1.2 times apart: the host decides on
-# each. The crosses test the replay, not the scaling.
+# Captured, kernels decide: cards are up to 4.5 times apart. In the loop 1.2 times: the host decides. The crosses test the
+# replay, not the scaling.
 #
-# For its price the Blackwell card trains 2.6 times the H100's examples in the loop, 1.5 times captured; for a rated kW 2.0 and
-# 1.2 times. The H100 has PCIe's price and SXM5's speed.
+# For its price the Blackwell card trains 2.6 times the H100's examples in the loop, 1.5 times captured.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -841,7 +842,7 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 
 # %% [markdown]
 # Padded, the article's 9,200 would be at least 96 % of the H100's peak, which no training step reaches. Without checkpointing
-# 32 such texts fit no card. So the article's texts were probably not padded to 2,045: read *mean* first.
+# 32 such texts fit no card. So its long texts were probably not padded to 2,045: read *mean* first.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
 # three numbers, a fourth tests them.
@@ -872,11 +873,11 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # **The prediction** assumes
 # - the smaller models' share of the dense peak on both cards: 29 and 10 %;
 # - launches by the law, and half more for checkpointing. The law gives the smaller model 44,747 operations; it has 45,114;
-# - the smaller models' $c$ and share of waits;
+# - the smaller models' $c$ and share of waits, and both cards beside the same host;
+# - transformers' loop in 16 bits: launches that unpack 4 bits aren't counted;
 # - batches of the article's 32 texts, on the H100 16 of gpt-oss's long ones: the article found that 32 don't fit.
 #
-# Section 2's short form follows. On the smaller steps it is 9 and 12 % short. Launches of gpt-oss: 1.5 · 5.59 · 59,693 · 22.4
-# µs = 11.2 s.
+# The rest is section 2's short form. On the smaller steps it is 9 and 12 % short.
 
 # %%
 own = {name: step.run for name, step in studied.items() if step.run.metric("host_us")}
@@ -968,14 +969,14 @@ if {f"{family}, texts long" for family in basis} <= {*own}:  # both are this mac
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# **Result.** The counts are poor, 0.29 to 1.85 times the article's: the shares of the peak are those of 4 texts; 32 probably
-# reach more. What survives is where the lines cross.
+# **Result.** The counts are poor, 0.29 to 1.85 times the article's. Dense long ones are too low: 32 texts may reach a larger
+# share. Dense short ones are too high by the mean and too low padded. What survives is where the lines cross.
 #
 # With a quick host, on the left, kernels decide on both cards, and the H100's are shorter. But it takes 16 texts a step: for
 # 32 it needs two steps and all launches twice, $2nc$. The Blackwell card needs its kernels' $K$. Once $2nc > K$, it leads:
 # from 19 µs on; if texts were padded, from 45. Triangles are our hosts, each read twice. Most lie beyond 19.
 #
-# If the article looped over experts, its short counts, tell its $c$: 32 texts in 12.5 s are 25 µs. There the Blackwell card
+# If the article looped over experts, its short counts tell its $c$: 32 texts in 12.5 s are 25 µs. There the Blackwell card
 # makes 1.3 times the H100's count, as the article says. So host and batch could explain its lead, if texts were hardly padded.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
@@ -1000,15 +1001,15 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# The model can be 31 % off, too slow both times. So its *disagrees* on Qwen3-32B, where the article makes 1.48 times its
-# count, speaks as much against the model.
+# The predictions are 12 and 31 % too slow. So the verdict on Qwen3-32B, where the article makes 1.48 times the model's count,
+# speaks as much against the model.
 #
-# **Takeaway.** "Card A beats card B" is also a statement about two hosts, two batches, a length and a loop.
+# **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
 # %% [markdown]
 # ## 9 · Does it fit?
 #
-# **Question.** The article says that gpt-oss-120b's weights take about 30 GB in 4 bits.
+# **Question.** Can gpt-oss-120b's weights take about 30 GB in 4 bits, as the article says?
 #
 # **Your prediction:** how many GB do its 117 billion parameters take in 4 bits?
 
@@ -1034,8 +1035,8 @@ lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, 
 lab.verdict("A3.120b.weights")
 
 # %% [markdown]
-# **What a step needs besides.** `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its
-# backward pass. Texts have 2,048 tokens. A GB is $10^9$ bytes: a card sold with 96 has 102.
+# `labutils/workloads/decoder_memory.py` counts on the meta device what a block keeps for its backward pass. Texts have 2,048
+# tokens. A GB is $10^9$ bytes: a card sold with 96 has 102.
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
@@ -1155,8 +1156,6 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # ## What to read on
 # - H. He: [Making Deep Learning Go Brrrr From First Principles](https://horace.io/brrr_intro.html), 2022.
 # - H. Zhu and others: *Daydream*, USENIX ATC 2020.
-#
-# Next: lab 09, precision and memory.
 
 # %%
 host, idle = "host's time for a launch in the experts' loop", "GPU idle in the expert loop"
