@@ -30,9 +30,9 @@ def runs_of(number: str) -> Runs:
     without a page those of the host that measured last."""
     runs = records.reference_runs(number)
     for path in records.REFERENCE.parents[1].glob(f"*/{number}_*.ipynb"):
-        took = json.loads(path.read_text(encoding="utf-8"))["metadata"]["papermill"]
-        began, ended = took["start_time"][:19], took["end_time"][:19]
-        return Runs(run for run in runs if began <= run.at[:19] <= ended)
+        if took := json.loads(path.read_text(encoding="utf-8"))["metadata"].get("papermill"):
+            began, ended = took["start_time"][:19], took["end_time"][:19]
+            return Runs(run for run in runs if began <= run.at[:19] <= ended)
     return runs.of_newest_host()
 
 
