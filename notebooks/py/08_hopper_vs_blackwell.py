@@ -291,8 +291,8 @@ for name, call in calls.items():
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# An operation takes the host the same in both steps, and the long step has more of them: $n\,c$. An operation may launch
-# several kernels or copies, so divide by launches for $c$.
+# An operation takes the host the same in both steps. Times the long step's operations, that is $n\,c$. An operation may launch
+# several kernels or copies: divided by the launches, it is $c$.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
 # after the other, and asks the GPU for each which tokens belong to it; transformers 5 otherwise groups them.
@@ -473,11 +473,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # The expert loop goes by the *host*: launches take 1.34 s, kernels 0.49, and the GPU is idle for 68 %. By section 3's formula
-# they take 1,214 ms / 40,662 · 45,114 = 1,347 ms, or 22.6 µs for each of 59,693. *Again* read 27.9 µs, and the step stayed as it
+# $n\,c$ is 1,214 ms / 40,662 · 45,114 = 1,347 ms, and $c$, by 59,693, 22.6 µs. *Again* read 27.9, and the step stayed as it
 # was: $c$ is known to a quarter.
 #
-# In the dense model kernels decide, 373 ms against 322. The prediction lacks some 30 ms, 3 µs a launch. It knows neither gaps
-# between kernels nor when the host works between two steps.
+# In the dense model kernels decide, 373 ms against 322. The prediction lacks some 30 ms, 3 µs a launch. The replay knows no
+# gaps between kernels, nor when the host works between two steps.
 #
 # **Your own model.** Count the operations of a short and a long batch with `SlowHost`. Profile the long step: `queue_of`. Then
 # time the short one; the formula gives $c$, your replay the step. Ours: `HostStep` in `labutils/labs/lab08_launch_bound.py`.
@@ -527,8 +527,7 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
 
 # %% [markdown]
-# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call. Its µs
-# below are the host's alone.
+# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call.
 
 # %%
 with lab.attempt("A CUDA graph of grouped"):
@@ -569,10 +568,11 @@ lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 3.3 times as fast. Launches now take 285 ms, kernels 440:
-# the GPU decides. From there on only shorter kernels help: 440 ms, 235, then 138.
+# the GPU decides. From there on only shorter kernels help, as in *rewritten* and *compiled*. Where kernels decide, the
+# prediction is hardly more than their sum.
 #
-# Pictures show the two milliseconds that are, row by row, most like the whole step. White in a traced host's row is Python or
-# PyTorch, in the replay's a wait or a full queue.
+# Pictures show two milliseconds that are most like the whole step. White in a traced host's row is Python or PyTorch, in the
+# replay's a wait or a full queue.
 
 
 # %%
@@ -1003,8 +1003,8 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# The predictions are 12 and 31 % too slow. If gpt-oss's kernels are, too, the lines cross at 14 to 17 µs. So the verdict on
-# Qwen3-32B, where the article makes 1.47 times the model's count, speaks as much against the model.
+# The predictions are 12 and 31 % too slow. So the verdict on Qwen3-32B, where the article makes 1.47 times the model's count,
+# speaks as much against the model. If gpt-oss's kernels are as slow, the lines cross at 14 to 17 µs.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
