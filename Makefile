@@ -36,7 +36,7 @@ UNRUN   := $(BIN)/python -m jupyter nbconvert --log-level=WARN --inplace --clear
 .PHONY: help venv install doctor course test lab lint format notebooks unsloth te trl clean clean-venv
 
 help:
-	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
+	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
 
 install: venv $(STAMP)
 

@@ -23,7 +23,7 @@
 # the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. The course's longer version came within 15 % of every
-# step timed on this page, by medians; intervals reach 23 %. For other cards it is untested.
+# step timed on the recorded page, by medians; intervals reach 23 %. For other cards it is untested.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -308,16 +308,17 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** An operation takes the host 6 to 43 µs here, by the code around it.
+# **Takeaway.** On the H200 an operation takes the host 6 to 43 µs, by the code around it.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
 #
 # **Question.** How well does the replay predict a step that it never timed?
 #
-# **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. Launches stay
-# slower once it has run, so we time only after it. Without a profiler host-bound steps are quicker than here. $c$ comes from a
-# thin network, whose step the host decides. Wider ones, timed in turns with it, are predicted.
+# **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. Launches may
+# stay slower once it has run, so we time only after it. Little of that shows here: an operation takes 35 µs in section 3,
+# before, and 35 in section 6, after. $c$ comes from a thin network, whose step the host decides. Wider ones, timed in turns
+# with it, are predicted. On a CPU $c$ means nothing.
 
 
 # %%
@@ -386,11 +387,12 @@ toys.clear()  # their weights need the room
 
 # %% [markdown]
 # On the H200 predictions came within 10 %; the larger of the two sums lacks up to 34. A launch takes 45 µs, not section 3's
-# 20: waits are in it, and the profiler has run. Why 4096 lacks 7 %, we don't know.
+# 20: waits are in it. Why 4096 lacks 7 %, we don't know.
 #
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short
-# and long steps take turns, and each round predicts its own long step. *Off by* is the median over rounds, not the columns' ratio, with its 95 % interval. *Launches, ms* is $n\,c$.
+# and long steps take turns, and each round predicts its own long step. *Off by* is the median over rounds, not the columns'
+# ratio, with its 95 % interval. *Launches, ms* is $n\,c$.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -475,15 +477,16 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # The expert loop goes by the *host*: launches take 1.34 s, kernels 0.49, and the GPU is idle for 68 %. By section 3's formula
-# $n\,c$ is 1,214 ms / 40,662 · 45,114 = 1,347 ms, and $c$, by 59,693, 22.6 µs. *Again* read 27.9, and the step stayed as it
-# was: $c$ is known to a quarter.
+# $n\,c$ is 1,214 ms / 40,662 · 45,114 = 1,347 ms, and $c$, by 59,693, 22.6 µs. *Again*, after section 6's slowed steps, $c$
+# read 27.9 and the step stayed: $c$ is known to a quarter. Its noise hides what waits add; the toy shows it.
 #
 # In the dense model kernels decide, 373 ms against 322. The prediction lacks some 30 ms, 3 µs a launch. The replay knows no
 # gaps between kernels, nor when the host works between two steps.
 #
-# **Your own model.** Count the operations of a short and a long batch with `SlowHost`. Profile both: the length of the long
-# one's `queue_of` is the formula's *launches*, and the short one's kernels must be a small part of its step. Then time the
-# short step; the formula gives $c$, your replay the long step. Ours: `HostStep` in `labutils/labs/lab08_launch_bound.py`.
+# **Your own model.** Count the operations of a short and a long batch with `SlowHost`. Profile both: the long one's
+# `queue_of`, by the steps profiled, has the formula's *launches*, and the short one's kernels must be a small part of its
+# step. Then time the short step; the formula gives $c$, your replay the long step. Ours: `HostStep` in
+# `labutils/labs/lab08_launch_bound.py`.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -570,9 +573,9 @@ lab.show(ways, predictions, experiment="steps", **of)
 lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 3.3 times as fast, less where no profiler has run. Launches
-# now take 285 ms, kernels 440: the GPU decides. From there on only shorter kernels help, as in *rewritten* and *compiled*.
-# Where kernels decide, the prediction is hardly more than their sum.
+# On the H200 *grouped* cut launches to a seventh and made the step 3.3 times as fast. Launches now take 285 ms, kernels 440:
+# the GPU decides. From there on mostly shorter kernels help, as in *rewritten* and *compiled*.
+#
 #
 # Pictures show two milliseconds that are most like the whole step. White in a traced host's row is Python or PyTorch, in the
 # replay's a wait or a full queue.
@@ -647,10 +650,10 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour alone made the step 1.9 times as long. Delays of 3 and 15 ms added 3.3 and 15.9.
+# On the H200 the detour alone made the step 1.9 times as long.
 #
-# **Measurement.** The two loops and *grouped* took turns with delays of 0 and 40 µs. Short steps give $c$ at 0; the replay
-# adds 40 µs an operation, in the loop 30 a launch.
+# **Measurement.** The two loops and *grouped* took turns with delays of 0 and 40 µs. $c$ comes from short steps at 0. For 40
+# µs an operation the replay adds 30 a launch in the expert loop.
 
 
 # %%
@@ -691,10 +694,10 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # The expert loop's step rises at once, the dense one's soon. *Grouped*'s launches grow from 285 to 478 ms, its step only from
-# 476 to 504: kernels hide the rest. No slowed point lies on the level stretch.
+# 476 to 504: kernels hide the rest. No point tests the level stretch.
 #
-# From a delay of 0 to 40 µs all three steps rise by a quarter to a third more than the replay says; on another of our hosts
-# they rose less than their delays. We don't know why. So the slope is right to a third.
+# From a delay of 0 to 40 µs all three steps rise by a quarter to a third more than the replay says, by medians; on another of
+# our hosts they rose less than their delays. We don't know why. So the slope is right to a third.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -704,7 +707,7 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How long would the same step take on other cards, each with this machine's host?
 #
 # **Technique.** Scale each kernel by what bounds it: products and attention by the roofline at the step's FLOPs per byte,
-# LoRA's thin products and all else by bandwidth.
+# LoRA's thin products and all else by bandwidth. No kernel gets shorter than an empty one.
 
 
 # %%
@@ -880,7 +883,7 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 # - transformers' loop in 16 bits: launches that unpack 4 bits aren't counted;
 # - batches of the article's 32 texts, on the H100 16 of gpt-oss's long ones: the article found that 32 don't fit.
 #
-# The rest is section 2's short form. On the smaller steps it is 9 and 12 % short.
+# The rest is section 2's short form.
 
 # %%
 own = {name: step.run for name, step in studied.items() if step.run.metric("host_us")}
@@ -977,12 +980,11 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 #
 # With a quick host, on the left, kernels decide on both cards, and the H100's are shorter. But the H100 holds 16 texts: 32
 # take two steps, so $2nc$ where its host decides. The Blackwell card takes one step and its kernels' $K$. Once $2nc > K$, it
-# leads: from 19 µs on; if texts were padded, from 45. Triangles are our hosts, each read twice, after a profiler: without one
-# they lie further left. Most lie beyond 19.
+# leads: from 19 µs on; if texts were padded, from 45. Triangles are our hosts, each read twice. Most lie beyond 19.
 #
-# If the article looped over experts, its short counts tell its $c$: 32 texts in 12.5 s are 25 µs. There the Blackwell card
-# makes 1.3 times the H100's count. The article says 1.3, its counts 1.4. So host and batch could explain its lead, if texts
-# were hardly padded.
+# On short texts the article's cards tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host decides. If it looped, 32
+# texts in 12.5 s are 25 µs. There the Blackwell card makes 1.3 times the H100's count. The article says 1.3. So host and batch
+# could explain its lead, if texts were hardly padded.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
 
@@ -1084,8 +1086,8 @@ for batch, tokens in product((2, 4), (861, 2048)):
     print(f"QLoRA, not checkpointed, batch {batch}, texts of {tokens} tokens: {peak:.0f} GB")
 
 # %% [markdown]
-# The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits: lab 07 measured 50 GB. Without it, 2
-# texts of 861 tokens fit and 4 don't, as the article says.
+# The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits. Without it, 2 texts of 861 tokens fit
+# and 4 don't, as the article says.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
