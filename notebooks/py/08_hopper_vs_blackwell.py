@@ -19,18 +19,17 @@
 # # Lab 08 · Hopper against Blackwell
 #
 # Article A3 trains two models on two cards. On the dense Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000
-# Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins, at a third of the price. The article found
-# the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
+# Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins on long texts, at a third of the price. The
+# article found the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. The course's longer version came within 15 % of every
-# step timed on the recorded page, by medians; intervals reach 23 %. For other cards it is untested.
+# median step on the recorded page; intervals reach 23 %. For other cards it is untested.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
 # - write the two-clock replay of a step, and fill it from a trace;
 # - say which clock a step goes by;
-# - turn a loop over experts into one grouped product;
-# - work out what weights take.
+# - turn a loop over experts into one grouped product.
 #
 # | scale | needs | time |
 # |---|---|---|
@@ -144,7 +143,7 @@ lab.keep(Run("08", "specs", metrics=found, tags={"experiment": "specs"}))
 lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 
 # %% [markdown]
-# The article copied NVIDIA's table correctly, with sparsity for both cards.
+# The article's table is NVIDIA's, with sparsity.
 #
 # **Takeaway.** Halve a peak with sparsity before you compare a step with it.
 
@@ -228,8 +227,8 @@ plt.show()
 #
 # **Question.** How long is $c$ on your machine?
 #
-# **Technique.** Stop the clock before you synchronise: that is the host's part. To count what a call launches, let PyTorch
-# hand every operation to a *dispatch mode* first.
+# **Technique.** Stop the clock before you synchronise: that is the host's part. To count a call's operations, let PyTorch hand
+# each to a *dispatch mode* first.
 
 
 # %%
@@ -317,8 +316,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. Launches may
 # stay slower once it has run, so we time only after it. Little of that shows here: an operation takes 35 µs in section 3,
-# before, and 35 in section 6, after. $c$ comes from a thin network, whose step the host decides. Wider ones, timed in turns
-# with it, are predicted. On a CPU $c$ means nothing.
+# before, and 5.31 ms / 150 in section 6, after. $c$ comes from a thin network, whose step the host decides. Wider ones, timed
+# in turns with it, are predicted. On a CPU $c$ means nothing.
 
 
 # %%
@@ -476,16 +475,16 @@ lab.table(pd.DataFrame(rows))
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The expert loop goes by the *host*: launches take 1.34 s, kernels 0.49, and the GPU is idle for 68 %. By section 3's formula
-# $n\,c$ is 1,214 ms / 40,662 · 45,114 = 1,347 ms, and $c$, by 59,693, 22.6 µs. *Again*, after section 6's slowed steps, $c$
-# read 27.9 and the step stayed: $c$ is known to a quarter. Its noise hides what waits add; the toy shows it.
+# The expert loop goes by the *host*: launches take 1.34 s, kernels 0.49, with copies 0.50, and the GPU is idle for 68 %. By
+# section 3's formula $n\,c$ is 1,214 ms / 40,662 · 45,114 = 1,347 ms, and $c$, divided by 59,693, 22.6 µs. *Again*, after
+# section 6's slowed steps, $c$ read 27.9 and the step stayed: $c$ is known to a quarter.
 #
-# In the dense model kernels decide, 373 ms against 322. The prediction lacks some 30 ms, 3 µs a launch. The replay knows no
-# gaps between kernels, nor when the host works between two steps.
+# In the dense model kernels decide, 373 ms against 322. The prediction is some 30 ms too short, 3 µs a launch. The replay
+# knows no gaps between kernels, nor when the host works between two steps.
 #
-# **Your own model.** Count the operations of a short and a long batch with `SlowHost`. Profile both: the long one's
-# `queue_of`, by the steps profiled, has the formula's *launches*, and the short one's kernels must be a small part of its
-# step. Then time the short step; the formula gives $c$, your replay the long step. Ours: `HostStep` in
+# **Your own model.** Count the operations of a short and a long batch with `SlowHost`. Profile both: `len(queue_of(profiler))`
+# of the long one, divided by the steps profiled, is the formula's *launches*, and the short one's kernels must be a small part
+# of its step. Then time the short step; the formula gives $c$, your replay the long step. Ours: `HostStep` in
 # `labutils/labs/lab08_launch_bound.py`.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
@@ -533,7 +532,8 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
 
 # %% [markdown]
-# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call.
+# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call. The µs
+# are the host's alone.
 
 # %%
 with lab.attempt("A CUDA graph of grouped"):
@@ -577,8 +577,8 @@ lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps
 # the GPU decides. From there on mostly shorter kernels help, as in *rewritten* and *compiled*.
 #
 #
-# Pictures show two milliseconds that are most like the whole step. White in a traced host's row is Python or PyTorch, in the
-# replay's a wait or a full queue.
+# Pictures show two milliseconds that are most like the whole step. Tracing slows the host: white in its row is Python or
+# PyTorch, in the replay's a wait or a full queue.
 
 
 # %%
@@ -620,7 +620,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# Tracing slows the host; the replay shows the step as it was timed. Captured, one long call launches thousands of kernels.
+# The replay shows the step as it was timed. Captured, one long call launches thousands of kernels.
 #
 # **Takeaway.** Before a new card, try fewer launches.
 
@@ -850,8 +850,8 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 # Padded, the article's 9,200 would be at least 96 % of the H100's peak, which no training step reaches. Without checkpointing
 # 32 such texts fit no card. So its long texts were probably not padded to 2,045: read the *mean* columns first.
 #
-# **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give the
-# three numbers, a fourth tests them.
+# **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give
+# the three numbers, a fourth tests them. For gpt-oss-20b the law says 44,747; section 4 counted 45,114.
 
 
 # %%
@@ -975,16 +975,16 @@ if {f"{family}, texts long" for family in basis} <= {*own}:  # both are this mac
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# **Result.** The counts are poor, 0.29 to 1.85 times the article's. What survives: the lines cross. The crossing moves in
-# proportion to $K$.
+# **Result.** At the mean length gpt-oss's counts are 0.80 to 1.11 times the article's, Qwen3's 0.68 to 1.85: poor. What
+# survives: the lines cross.
 #
-# With a quick host, on the left, kernels decide on both cards, and the H100's are shorter. But the H100 holds 16 texts: 32
-# take two steps, so $2nc$ where its host decides. The Blackwell card takes one step and its kernels' $K$. Once $2nc > K$, it
-# leads: from 19 µs on; if texts were padded, from 45. Triangles are our hosts, each read twice. Most lie beyond 19.
+# On the left kernels decide on both cards, and the H100's are shorter. But the H100 holds 16 texts: 32 take two steps, so
+# $2nc$ where its host decides. The Blackwell card takes one step and its kernels' $K$. Once $2nc > K$, it leads: from 19 µs
+# on; if texts were padded, from 45. Triangles are our hosts, each read twice. Most lie beyond 19.
 #
 # On short texts the article's cards tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host decides. If it looped, 32
-# texts in 12.5 s are 25 µs. There the Blackwell card makes 1.3 times the H100's count. The article says 1.3. So host and batch
-# could explain its lead, if texts were hardly padded.
+# texts in 12.5 s are 25 µs for each of 500,000 launches. There the model gives the Blackwell card 1.3 times the H100's count.
+# The article's text says 1.3, its table 1.4. So host and batch could explain its lead, if texts were hardly padded.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
 
@@ -1087,7 +1087,7 @@ for batch, tokens in product((2, 4), (861, 2048)):
 
 # %% [markdown]
 # The article mentions checkpointing for unsloth alone. With it, QLoRA's batch of 4 fits. Without it, 2 texts of 861 tokens fit
-# and 4 don't, as the article says.
+# and 4 don't.
 #
 # **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
 
