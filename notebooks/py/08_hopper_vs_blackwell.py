@@ -23,7 +23,7 @@
 # article found the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. The course's longer version came within 15 % of every
-# median step on the recorded page; intervals reach 23 %. For other cards it is untested.
+# median step in the recorded sections 4 to 6; intervals reach 23 %. For other cards it is untested.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -315,9 +315,8 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 # **Question.** How well does the replay predict a step that it never timed?
 #
 # **Technique.** Kernels, their order and the waits come from a trace: the profiler hardly slows kernels down. Launches may
-# stay slower once it has run, so we time only after it. Little of that shows here: an operation takes 35 µs in section 3,
-# before, and 5.31 ms / 150 in section 6, after. $c$ comes from a thin network, whose step the host decides. Wider ones, timed
-# in turns with it, are predicted. On a CPU $c$ means nothing.
+# stay slower once it has run, so we time only after it. $c$ comes from a thin network, whose step the host decides. Wider
+# ones, timed in turns with it, are predicted. On a CPU $c$ means nothing.
 
 
 # %%
@@ -477,13 +476,13 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # The expert loop goes by the *host*: launches take 1.34 s, kernels 0.49, with copies 0.50, and the GPU is idle for 68 %. By
 # section 3's formula $n\,c$ is 1,214 ms / 40,662 · 45,114 = 1,347 ms, and $c$, divided by 59,693, 22.6 µs. *Again*, after
-# section 6's slowed steps, $c$ read 27.9 and the step stayed: $c$ is known to a quarter.
+# section 6's slowed steps, $c$ read 27.9 and the step stayed: $c$ is uncertain by a quarter.
 #
 # In the dense model kernels decide, 373 ms against 322. The prediction is some 30 ms too short, 3 µs a launch. The replay
 # knows no gaps between kernels, nor when the host works between two steps.
 #
 # **Your own model.** Count the operations of a short and a long batch with `SlowHost`. Profile both: `len(queue_of(profiler))`
-# of the long one, divided by the steps profiled, is the formula's *launches*, and the short one's kernels must be a small part
+# of the long one, divided by the steps profiled, is the formula's *launches*, and the short one's kernels must be under half
 # of its step. Then time the short step; the formula gives $c$, your replay the long step. Ours: `HostStep` in
 # `labutils/labs/lab08_launch_bound.py`.
 #
@@ -533,7 +532,7 @@ for way in (expert_loop, grouped):
 
 # %% [markdown]
 # A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call. The µs
-# are the host's alone.
+# are the host's; the loop's include its waits.
 
 # %%
 with lab.attempt("A CUDA graph of grouped"):
@@ -547,10 +546,10 @@ with lab.attempt("A CUDA graph of grouped"):
     print(f"grouped, captured, in one call: {host_us(graph.replay, 50):.0f} µs")
 
 # %% [markdown]
-# **Measurement.** gpt-oss in five ways: the loop; *grouped*, with the library's own grouped products; *rewritten*, with ours
-# (`labutils/layers/grouped_moe.py`), attention in one kernel, packed texts, a fused AdamW and no loss read in between;
-# *captured*, that as one CUDA graph; *compiled*, captured with compiled blocks, plain adapters and a loss that never forms all
-# logits.
+# **Measurement.** gpt-oss in five ways: the loop; *grouped*, `set_experts_implementation("grouped_mm")`, transformers 5's
+# default; *rewritten*, with ours (`labutils/layers/grouped_moe.py`), attention in one kernel, packed texts, a fused AdamW and
+# no loss read in between; *captured*, that as one CUDA graph; *compiled*, captured with compiled blocks, plain adapters and a
+# loss that never forms all logits.
 #
 # **Your prediction:** how many times as fast as the loop is *grouped*?
 
@@ -577,8 +576,8 @@ lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps
 # the GPU decides. From there on mostly shorter kernels help, as in *rewritten* and *compiled*.
 #
 #
-# Pictures show two milliseconds that are most like the whole step. Tracing slows the host: white in its row is Python or
-# PyTorch, in the replay's a wait or a full queue.
+# Pictures show two milliseconds that are most like the whole step. Tracing slows the host, so traced GPU rows have gaps that
+# the timed step has not: trust the replay's. White in the host's row is Python, in the replay's a wait or a full queue.
 
 
 # %%
@@ -620,7 +619,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# The replay shows the step as it was timed. Captured, one long call launches thousands of kernels.
+# The replay shows the step as it was timed. Captured, one call launches thousands of kernels; why it lasts, we didn't test.
 #
 # **Takeaway.** Before a new card, try fewer launches.
 
@@ -650,8 +649,6 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
-# On the H200 the detour alone made the step 1.9 times as long.
-#
 # **Measurement.** The two loops and *grouped* took turns with delays of 0 and 40 µs. $c$ comes from short steps at 0. For 40
 # µs an operation the replay adds 30 a launch in the expert loop.
 
@@ -694,10 +691,10 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # The expert loop's step rises at once, the dense one's soon. *Grouped*'s launches grow from 285 to 478 ms, its step only from
-# 476 to 504: kernels hide the rest. No point tests the level stretch.
+# 476 to 504: kernels hide the rest. No point between 0 and 22 µs tests the level stretch.
 #
 # From a delay of 0 to 40 µs all three steps rise by a quarter to a third more than the replay says, by medians; on another of
-# our hosts they rose less than their delays. We don't know why. So the slope is right to a third.
+# our hosts they rose less than their delays. We don't know why. So the slope may be a third too small.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -707,7 +704,7 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How long would the same step take on other cards, each with this machine's host?
 #
 # **Technique.** Scale each kernel by what bounds it: products and attention by the roofline at the step's FLOPs per byte,
-# LoRA's thin products and all else by bandwidth. No kernel gets shorter than an empty one.
+# LoRA's thin products and all else by bandwidth. Only a kernel's time beyond an empty one's scales.
 
 
 # %%
@@ -787,8 +784,8 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide: cards are up to 4.5 times apart. In the loop 1.2 times: the host decides, on the Blackwell card
-# barely. The crosses test the replay, not the scaling.
+# Captured, kernels decide: cards are up to 4.5 times apart. In the loop they are 1.2 times apart, as the host decides; on the
+# Blackwell card kernels take nearly as long. The crosses test the replay, not the scaling.
 #
 # For its price the Blackwell card trains 2.6 times the H100's examples in the loop, 1.5 times captured. The H100 has PCIe's
 # price and SXM5's speed.
@@ -975,12 +972,11 @@ if {f"{family}, texts long" for family in basis} <= {*own}:  # both are this mac
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# **Result.** At the mean length gpt-oss's counts are 0.80 to 1.11 times the article's, Qwen3's 0.68 to 1.85: poor. What
-# survives: the lines cross.
+# **Result.** At the mean length gpt-oss's counts are 0.80 to 1.11 times the article's, Qwen3's 0.68 to 1.85: poor.
 #
-# On the left kernels decide on both cards, and the H100's are shorter. But the H100 holds 16 texts: 32 take two steps, so
-# $2nc$ where its host decides. The Blackwell card takes one step and its kernels' $K$. Once $2nc > K$, it leads: from 19 µs
-# on; if texts were padded, from 45. Triangles are our hosts, each read twice. Most lie beyond 19.
+# With a fast host, on the left, the H100 wins: its kernels are shorter. But it holds only 16 texts, so 32 cost it two steps,
+# at least $2nc$. The Blackwell card does them in one step, $K$ of its kernels. So it wins once $2nc > K$: above 19 µs a
+# launch, padded above 45. Triangles are our hosts, each read twice. Most lie beyond 19.
 #
 # On short texts the article's cards tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host decides. If it looped, 32
 # texts in 12.5 s are 25 µs for each of 500,000 launches. There the model gives the Blackwell card 1.3 times the H100's count.
