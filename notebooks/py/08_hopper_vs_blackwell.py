@@ -576,7 +576,6 @@ lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps
 # On the H200 *grouped* cut launches to a seventh and made the step 3.3 times as fast. Launches now take 285 ms, kernels 440:
 # the GPU decides. From there on mostly shorter kernels help, as in *rewritten* and *compiled*.
 #
-#
 # Pictures show two milliseconds that are most like the whole step. Tracing slows the host, so traced GPU rows have gaps that
 # the timed step has not: trust the replay's. White in the host's row is Python, in the replay's a wait or a full queue.
 
