@@ -292,8 +292,7 @@ for name, call in calls.items():
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# The first factor is the host's time for an operation, which we take to be the same in both steps. Times the long step's
-# operations it is $n\,c$; divided by its launches, $c$.
+# The first factor, the host's time for an operation, is taken to be the same in both steps.
 #
 # gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library takes one
 # after the other, and asks the GPU for each which tokens belong to it; transformers 5 otherwise groups them.
@@ -390,7 +389,7 @@ toys.clear()  # their weights need the room
 # **Measurement.** The course's replay has a $c$ for each phase, forward and backward, and a host at most 1,024 launches ahead.
 # It follows Qwen3 (*dense*) and gpt-oss (*moe*), on four texts of 861 tokens a step. Four texts of 117 tokens give $c$: short
 # and long steps take turns, and each round predicts its own long step. *Off by* is the median over rounds, not the columns'
-# ratio, with its 95 % interval. *Launches, ms* is $n\,c$.
+# ratio, with its 95 % interval.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -475,14 +474,15 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # The expert loop goes by the *host*: launches take 1.34 s, kernels 0.49, with copies 0.50, and the GPU is idle for 68 %. By
-# section 3's formula $n\,c$ is 1,214 ms / 40,662 · 45,114 = 1,347 ms, and $c$, divided by 59,693, 22.6 µs: an operation takes 30, and has 1.3 launches. The table leaves waits out. *Again*, after section 6's slowed steps, $c$ read 27.9 and the step stayed: $c$ is uncertain by a
-# quarter.
+# hand: 1,214 ms / 40,662 operations are 29.9 µs each. Times 45,114: $n\,c$ = 1,347 ms. Divided by 59,693 launches: $c$ = 22.6
+# µs. The course takes waits out first: 22.4. *Again*, after section 6's slowed steps, $c$ read 27.9 and the step stayed: $c$
+# is uncertain by a quarter.
 #
 # In the dense model kernels decide, 373 ms against 322. The prediction is some 30 ms too short, 3 µs a launch. The replay
 # knows no gaps between kernels, nor when the host works between two steps.
 #
 # **Your own model.**
-# 1. Count the operations of a short and a long batch with `SlowHost`, without compiling.
+# 1. Count a whole step's operations with `SlowHost`, for a short and a long batch, without compiling.
 # 2. Profile both. The short one's kernels must be under half of its step. The long one's `len(queue_of(profiler))`, divided by
 #    the steps profiled, stands for *launches*; it counts operations that launch, so this $c$ is larger than ours.
 # 3. Time the short step; section 3's formula gives $c$.
@@ -533,8 +533,8 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
 
 # %% [markdown]
-# A *CUDA graph* goes further. It records the launches of a function once, and gives them all to the GPU in one call. The µs
-# are the host's; the loop's include its waits.
+# A *CUDA graph* records the launches of a function once, and gives them all to the GPU in one call. The µs are the host's; the
+# loop's include its waits.
 
 # %%
 with lab.attempt("A CUDA graph of grouped"):
@@ -575,7 +575,7 @@ lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 3.3 times as fast. Launches now take 285 ms, kernels 440:
-# the GPU decides. From there on mostly shorter kernels help, as in *rewritten* and *compiled*.
+# the GPU decides. From there on *rewritten* and *compiled* shorten kernels; the graph itself gives 4 %.
 #
 # Pictures show two milliseconds that are most like the whole step. Tracing slows the host, so traced GPU rows have gaps that
 # the timed step has not. White in the host's row is Python, in the replay's a wait or a full queue.
@@ -650,6 +650,8 @@ for delay_us in (0, 20, 100):
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
+# The detour costs 4.9 ms; beyond it delays of 3 and 15 ms add 3.3 and 15.9.
+#
 # **Measurement.** The two loops and *grouped* took turns with delays of 0 and 40 µs. $c$ comes from short steps at 0. For 40
 # µs an operation the replay adds 30 a launch in the expert loop.
 
@@ -788,7 +790,8 @@ lab.table(pd.DataFrame(worth))
 # Captured, kernels decide: cards are up to 4.5 times apart. In the loop they are 1.2 times apart, as the host decides. The
 # crosses test the replay, not the scaling.
 #
-# For its price the Blackwell card would train 2.6 times the H100's examples in the loop, 1.5 times captured.
+# For its price the Blackwell card would train 2.6 times the H100's examples in the loop, 1.5 times captured: SXM5's speed at
+# PCIe's price.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -847,10 +850,11 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 # Padded, the article's 9,200 would be at least 96 % of the H100's peak. Without checkpointing 32 such texts fit no card. So
 # its long texts were probably not padded to 2,045.
 #
-# **Host and batch.** On short texts the article's cards tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host
-# decides. If it looped over experts, in 500,000 launches, 32 texts in 12.5 s are 25 µs a launch. Its H100 holds only 16 long
-# texts, so 32 cost it two steps, at least $2nc$ = 25 s. The Blackwell card does them in one. If its kernels take $K$ = 19 s,
-# it makes 1.3 times the H100's count. The article's text says 1.3, its table 1.4. Section 10 has $n$ and $K$, and its doubts.
+# **Host and batch.** On short texts gpt-oss-120b's counts tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host
+# decides. A batch of 32 lasts 12.5 s; in a loop of $n$ = 500,000 launches that is $c$ = 25 µs. Of long texts the H100 holds
+# 16, so 32 take two steps: $2nc$ = 25 s. The Blackwell card takes one. With kernels of $K$ = 19 s it makes 1.3 times the
+# H100's count. The article's text says 1.3, its table 1.4, in 22 and 16 s: the order and the ratio fit, the times don't.
+# Section 10 has $n$ and $K$.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 # %% [markdown]
@@ -882,7 +886,7 @@ lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, 
 lab.verdict("A3.120b.weights")
 
 # %% [markdown]
-# What a step holds, counted from a block's shapes; a card sold with 96 GB has $102 \cdot 10^9$ bytes:
+# What a step holds; a card sold with 96 GB has $102 \cdot 10^9$ bytes:
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
@@ -942,14 +946,14 @@ lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
 # PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too, and leaves them
-# in 16 bits: 229 GB, not the table's 70. PEFT says nothing of names that it didn't find: print what was adapted.
+# in 16 bits: 229 GB, not the table's 64.5. PEFT says nothing of names that it didn't find: print what was adapted.
 #
 # **Takeaway.** Ask under which batch, length and checkpointing memory was measured.
 
 # %% [markdown]
 # ## 10 · Optional: the whole prediction
 #
-# **Question.** Where do section 8's $n$ and $K$ come from, and how good are they?
+# **Question.** Where do section 8's $n$ and $K$ come from?
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give
 # the three numbers, a fourth tests them.
@@ -1076,8 +1080,8 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # %% [markdown]
 # **Result.** At the mean length gpt-oss's counts are 0.80 to 1.11 times the article's, Qwen3's 0.68 to 1.85: poor.
 #
-# The Blackwell card wins once $2nc > K$: right of 19 µs a launch, padded of 45. Triangles are our readings, two a session:
-# with $c$ uncertain by a quarter, who wins here is open.
+# The Blackwell card wins once $2nc > K$: right of 19 µs a launch, padded of 45. Triangles are all our readings, also by
+# earlier methods: with $c$ uncertain by a quarter, who wins here is open.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
 
