@@ -23,7 +23,7 @@
 # article found the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. The course's longer version came within 15 % of every
-# median step in the recorded sections 4 to 6, on another host 18; intervals reach 23 and 45 %. For other cards it is untested.
+# median step in the recorded sections 4 to 6, on another host 19; intervals reach 23 and 45 %. For other cards it is untested.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -486,7 +486,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # 2. Profile both. The short one's kernels must be under half of its step. The long one's `len(queue_of(profiler))`, divided by
 #    the steps profiled, stands for *launches*; it counts operations that launch, so this $c$ is larger than ours.
 # 3. Time the short step; section 3's formula gives $c$.
-# 4. Replay the long queue as with the widths. Ours: `HostStep` in `labutils/labs/lab08_launch_bound.py`.
+# 4. Replay the long queue. Ours: `HostStep` in `labutils/labs/lab08_launch_bound.py`.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -577,8 +577,8 @@ lab.show(ways, ("step_ms", "speed-up", "floor_ms", "power_w"), experiment="steps
 # On the H200 *grouped* cut launches to a seventh and made the step 3.3 times as fast. Launches now take 285 ms, kernels 440:
 # the GPU decides. From there on *rewritten* and *compiled* shorten kernels; the graph itself gives 4 %.
 #
-# Pictures show two milliseconds that are most like the whole step. Tracing slows the host, so traced GPU rows have gaps that
-# the timed step has not. White in the host's row is Python, in the replay's a wait or a full queue.
+# Pictures show two milliseconds that are most like the whole step. Tracing slows the host, so traced GPU rows have more gaps
+# than timed steps. White in the host's row is Python, in the replay's a wait or a full queue.
 
 
 # %%
@@ -693,8 +693,8 @@ for way, (_, detour, slow, _) in slowed.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# The expert loop's step rises at once, the dense one's soon. *Grouped*'s launches grow from 285 to 478 ms, its step only from
-# 476 to 504: kernels hide the rest. No point between 0 and 22 µs tests the level stretch.
+# Not quite. The expert loop's step rises at once, the dense one's soon. *Grouped*'s launches grow from 285 to 478 ms, its step
+# only from 476 to 504: kernels hide the rest. No point between 0 and 22 µs tests the level stretch.
 #
 # From a delay of 0 to 40 µs all three steps rise by a quarter to a third more than the replay says; on another of our hosts
 # they rose less than their delays. So take the slope as known to a third.
@@ -850,10 +850,10 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 # Padded, the article's 9,200 would be at least 96 % of the H100's peak. Without checkpointing 32 such texts fit no card. So
 # its long texts were probably not padded to 2,045.
 #
-# **Host and batch.** On short texts gpt-oss-120b's counts tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host
-# decides. A batch of 32 lasts 12.5 s; in a loop of $n$ = 500,000 launches that is $c$ = 25 µs. Of long texts the H100 holds
-# 16, so 32 take two steps: $2nc$ = 25 s. The Blackwell card takes one. With kernels of $K$ = 19 s it makes 1.3 times the
-# H100's count. The article's text says 1.3, its table 1.4, in 22 and 16 s: the order and the ratio fit, the times don't.
+# **Host and batch.** On short texts gpt-oss-120b's counts tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host may
+# decide. A batch of 32 lasts 12.5 s; in a loop of $n$ = 500,000 launches that is $c$ = 25 µs. Of long texts the H100 holds 16,
+# so 32 take two steps: $2nc$ = 25 s. The Blackwell card takes one. With kernels of $K$ = 19 s it makes 1.3 times the H100's
+# count. The article's text says 1.3, its table 1.4, in 22 and 16 s: at the mean length order and ratio fit, the times don't.
 # Section 10 has $n$ and $K$.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
