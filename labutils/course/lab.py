@@ -351,7 +351,7 @@ class Lab:
 
     def references(self, **tags: records.Wanted) -> records.Runs:
         """Our own runs of this lab that have these tags: those that its recorded page shows."""
-        return recorded.runs_of(self.number).select(**tags)
+        return recorded.shown_runs(self.number).select(**tags)
 
     def verdict(self, *claims: str) -> None:
         """Show published | ours | here | verdict for the claim ids, and which lines of the results

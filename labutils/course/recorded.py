@@ -5,6 +5,7 @@ whether an executed notebook is of the lab as it stands.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from labutils.results import records
@@ -17,23 +18,29 @@ if TYPE_CHECKING:
 def outputs_of(number: str, source: str) -> list[dict[str, Any]]:
     """The recorded outputs of lab `number`'s cell that reads `source`, without errors; [] where no
     recorded cell reads so, as after an edit."""
-    for path in records.REFERENCE.parents[1].glob(f"*/{number}_*.ipynb"):
-        # As JSON: nbformat would take a second to import, in every lab.
-        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+    for page in _pages(number):
+        for cell in page["cells"]:
             if cell["cell_type"] == "code" and _text(cell["source"]).strip() == source.strip():
                 return [output for output in cell["outputs"] if output["output_type"] != "error"]
     return []
 
 
-def runs_of(number: str) -> Runs:
+def shown_runs(number: str) -> Runs:
     """Our runs that lab `number`'s recorded page shows, so that tables and text are of one machine;
     without a page those of the host that measured last."""
     runs = records.reference_runs(number)
-    for path in records.REFERENCE.parents[1].glob(f"*/{number}_*.ipynb"):
-        if took := json.loads(path.read_text(encoding="utf-8"))["metadata"].get("papermill"):
+    for page in _pages(number):
+        if took := page["metadata"].get("papermill"):
             began, ended = took["start_time"][:19], took["end_time"][:19]
             return Runs(run for run in runs if began <= run.at[:19] <= ended)
     return runs.of_newest_host()
+
+
+def _pages(number: str) -> Iterator[dict[str, Any]]:
+    """Our recorded notebooks of lab `number`."""
+    for path in records.REFERENCE.parents[1].glob(f"*/{number}_*.ipynb"):
+        # As JSON: nbformat would take a second to import, in every lab.
+        yield json.loads(path.read_text(encoding="utf-8"))
 
 
 def _text(lines: str | list[str]) -> str:

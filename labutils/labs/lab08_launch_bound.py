@@ -220,18 +220,16 @@ def predict_and_measure(
         run.metrics = {"power_w": watts} if watts else {}
         added_ms = (delay or 0.0) * operations / program.launches / 1e3
         beside = host.plus(added_ms)
-        predicted_ms = [replayed_ms(program, beside)] * steps
         if short:
             run.samples = {"short_ms": times["short"]}
-            run.metrics |= {
-                "short_kernels_ms": short.program.kernel_ms,
-                "short_operations": short.operations,
-                "operations": operations,
-            }
+            run.metrics["short_kernels_ms"] = short.program.kernel_ms
+            run.metrics |= {"short_operations": short.operations, "operations": operations}
         if short and read:
             predicted_ms = short.predict(program, read, times["short"], added_ms)
             run.metrics["host_us"] = 1e3 * beside.mean_ms(program)
             run.metrics["host_ms"] = beside.mean_ms(program) * program.launches
+        else:
+            predicted_ms = [replayed_ms(program, beside)] * steps
         describe(run, program, work, predicted_ms, times[delay])
         yield PredictedStep(run, program, beside, work, lanes)
 

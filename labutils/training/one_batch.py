@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import Trace, profile
 from labutils.profiling.utilization_and_power import Energy
+from labutils.results.effects import FEWEST_SAMPLES
 from labutils.training.benchmark import timed
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Batch
@@ -45,9 +46,10 @@ class OnOneBatch:
 
     def warm_up(self, steps: int) -> tuple[int, float | None]:
         """How many steps, `steps` or more, take `TIMED_MS`, after warming up for as long, and the
-        GPU's mean watts in that. Three at least: fewer have no interval."""
+        GPU's mean watts in that. `FEWEST_SAMPLES` at least."""
         some_ms = min(self.timed(3)[1:])  # the first may compile
-        enough = max(3, math.ceil(TIMED_MS[self.trainer.workload.device.type] / some_ms))
+        device = self.trainer.workload.device.type
+        enough = max(FEWEST_SAMPLES, math.ceil(TIMED_MS[device] / some_ms))
         with Energy() as energy:
             self.timed(enough)
         return max(steps, enough), energy.watts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @functools.cache
-def texts(family: str) -> Mapping[str, object]:
+def texts(family: str) -> dict[str, object]:
     names = {kind: f"{FAMILIES[family]}-{kind}" for kind in ("long", "short")}
     return {kind: open_workload(name, "tiny", device="cpu") for kind, name in names.items()}
 
@@ -64,18 +63,16 @@ def test_kernels_hide_a_slower_host_until_its_clock_overtakes_theirs():
     def program(launches, ms):
         return Program((Launch("", (("GEMM", ms, 1),), False),) * launches, 1)
 
-    short = SimpleNamespace(program=program(50, 0.01), as_long=50)
-    told = [program(100, 1.0), Host(0.22), [20, 24]]
-    assert lab08.HostStep.predict(short, *told, added_ms=0.5) == pytest.approx([100, 100])
-    assert lab08.HostStep.predict(short, *told, added_ms=1.0) == pytest.approx([120, 124])
+    told = SimpleNamespace(program=program(50, 0.01), as_long=50), program(100, 1.0), Host(0.22)
+    assert lab08.HostStep.predict(*told, [20, 24], added_ms=0.5) == pytest.approx([100, 100])
+    assert lab08.HostStep.predict(*told, [20, 24], added_ms=1.0) == pytest.approx([120, 124])
 
 
 def test_rounds_go_there_and_back_and_the_first_warms_up():
-    order, mode = [], _get_current_dispatch_mode
+    order, now = [], _get_current_dispatch_mode
 
     def fake(name):
-        timed = lambda _: order.append((name, mode().delay_us)) or [len(order)]
-        return SimpleNamespace(timed=timed)
+        return SimpleNamespace(timed=lambda _: order.append((name, now().delay_us)) or [len(order)])
 
     times = lab08.in_turns(fake("long"), SimpleNamespace(step=fake("short")), 2, (0.0, 5.0))
     there = [("short", 0.0), ("long", 0.0), ("long", 5.0)]
@@ -101,13 +98,16 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
 
 def test_a_study_predicts_shows_and_repeats(studied):
     long, again = studied[0], studied[-1].run
+    assert long.run.has(model="moe", texts="long", variant=False)
     low, off, high = (long.run.metric(f"off_{end}_percent") for end in ("low", "by", "high"))
     assert -100 < low <= off <= high < 100
-    pairs = zip(long.run.samples["predicted_ms"], long.run.samples["step_ms"], strict=True)
-    wanted = [100 * (predicted / measured - 1) for predicted, measured in pairs]
+    rounds = [long.run.samples[name] for name in ("short_ms", "predicted_ms", "step_ms")]
+    wanted = [100 * (two / one - 1) for _, two, one in zip(*rounds, strict=True)]
     assert long.run.samples["off_by_percent"] == pytest.approx(wanted)
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
     alone = next(lab08.study(texts("moe"), "moe", "grouped", steps=1)).run
     assert alone.metric("launches") < long.run.metric("launches")
+    with pytest.raises(KeyError, match="short"):  # a host is read from no other
+        next(lab08.study({"long": texts("moe")["long"]}, "moe", "rewritten", steps=2))
     with pytest.raises(Unavailable, match="GPU"):
         next(lab08.study(texts("moe"), "moe", "captured", steps=2))

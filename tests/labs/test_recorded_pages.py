@@ -13,7 +13,7 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 
-from labutils.course.recorded import runs_of
+from labutils.course.recorded import shown_runs
 from labutils.course.tables import verdict_table
 from labutils.results.judges import judge_all
 from labutils.results.records import REFERENCE, REPOSITORY, Runs, reference_runs
@@ -24,7 +24,7 @@ PAGES = sorted(REFERENCE.parents[1].glob("*/*.ipynb"))
 def verdicts(path: Path, page: NotebookNode) -> Iterator[tuple[NotebookNode, str]]:
     """(what a cell shows, the same by today's judges). *here* are the page's own runs, *ours* those
     of our other machines."""
-    runs, here = reference_runs(), runs_of(path.stem[:2])
+    runs, here = reference_runs(), shown_runs(path.stem[:2])
     (host,) = {run.host for run in here}
     others = Runs(run for run in runs if run.host != host)
     for cell in page.cells:
