@@ -8,9 +8,10 @@ Batches are fixed, as a step's time is predicted from a trace of the same work. 
 comes from the step on short texts, which the host decides. A host's speed changes within seconds,
 so steps on short and on long texts take turns, and each round makes a prediction of its own.
 
-Nothing is timed before the profiler has run. After its first trace CUPTI stays attached to the
-process and slows launches (https://github.com/pytorch/pytorch/issues/144455): a step read before
-that and a step timed after it have two hosts.
+Nothing is timed before the profiler has run. Unless the environment says `TEARDOWN_CUPTI=1`, CUPTI
+stays attached to the process after the first trace and slows launches
+(https://github.com/pytorch/pytorch/issues/144455): a step read before that and a step timed after
+it have two hosts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Host, Program, replayed_ms
 from labutils.recipe import Recipe, Unavailable
-from labutils.results.effects import interval
+from labutils.results.effects import RESAMPLES
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer
 from labutils.training.benchmark import empty_run
@@ -51,8 +52,8 @@ def variants(family: str) -> dict[str, Recipe]:
     """How a model ("dense" or "moe") is driven: the library's loop first, then what changes it.
 
     The library pads texts side by side, the others pack them one behind the other: of texts as long
-    as each other the same tokens. "grouped" is the library's loop with its own grouped experts, see
-    `study`. accelerate is left out, as its loader takes no given batch.
+    as each other the same tokens. "grouped" is the library's training loop with its own grouped
+    experts, see `study`. accelerate is left out, as its loader takes no given batch.
     """
     loop = A3_BASE.but(driver="eager", micro_batch=TEXTS)
     if family == "dense":
@@ -62,7 +63,7 @@ def variants(family: str) -> dict[str, Recipe]:
     captured = ours.but(driver="graph")
     blocks = {"compile": "default", "compile_scope": "blocks", "dynamic": "static"}
     compiled = captured.but(adapter="plain", loss="fused", **blocks)
-    ways = {"expert loop": loop, "grouped": loop, "rewritten": ours}
+    ways = {"loop": loop, "grouped": loop, "rewritten": ours}
     return ways | {"captured": captured, "compiled": compiled}
 
 
@@ -238,14 +239,17 @@ def describe(
     run: Run, program: Program, work: Work, predicted_ms: list[float], step_ms: list[float]
 ) -> None:
     """Put into `run` what was predicted and measured in each round, and what that says. By how much
-    the prediction is off is a median over rounds, with its 95 % interval. `reached`: the share of
-    the data sheet's roofline that the step's FLOPs reach while kernels run."""
-    off = [100 * (one / other - 1) for one, other in zip(predicted_ms, step_ms, strict=True)]
-    run.samples |= {"predicted_ms": predicted_ms, "step_ms": step_ms, "off_by_percent": off}
+    the median prediction is off the median step has a 95 % interval from rounds drawn anew.
+    `reached`: the share of the data sheet's roofline that the step's FLOPs reach while kernels
+    run."""
+    run.samples |= {"predicted_ms": predicted_ms, "step_ms": step_ms}
     run.metrics |= {name: summarise(values) for name, values in run.samples.items()}
-    _, low, high = interval(run, "off_by_percent")
+    drawn = np.random.default_rng(0).integers(0, len(step_ms), (RESAMPLES, len(step_ms)))
+    predicted, measured = (np.median(np.array(ms)[drawn], axis=1) for ms in (predicted_ms, step_ms))
+    low, high = np.quantile(100 * (predicted / measured - 1), (0.025, 0.975)).tolist()
     precision = run.recipe["precision"]
     run.metrics |= {
+        "off_by_percent": 100 * (run.metric("predicted_ms") / run.metric("step_ms") - 1),
         "off_low_percent": low,
         "off_high_percent": high,
         "floor_ms": measured_roofline(precision).floor_ms(work.flops, work.bytes),

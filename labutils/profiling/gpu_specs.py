@@ -28,7 +28,8 @@ class Spec:
 
     Units: `dense` and `sparse` in TFLOP/s (TOP/s for int8), `bandwidth` in GB/s, `memory_gb` as
     printed by the vendor, `tdp_w` in watts. A format that the card's matrix units lack is absent.
-    `note` says which numbers are derived.
+    `plain`: peaks of FP64 and INT32 outside the matrix units, like FP32's. `note` says which numbers
+    are derived.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Spec:
     dense: dict[str, float]
     source: str
     sparse: dict[str, float] = field(default_factory=dict)
+    plain: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
 

@@ -45,7 +45,7 @@ def on_typical_texts(trainer):
 
 
 def test_the_queue_holds_every_kernel_of_the_trace(moe):
-    with Trainer(moe, variants("moe")["expert loop"]) as trainer:
+    with Trainer(moe, variants("moe")["loop"]) as trainer:
         there = on_typical_texts(trainer)
         there.timed(0, warmup=2)
         trace = there.traced()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,7 +83,7 @@ def test_rounds_go_there_and_back_and_the_first_warms_up():
 
 @pytest.fixture(scope="module")
 def studied():
-    return [*lab08.study(texts("moe"), "moe", "expert loop", steps=2, delay_us=100.0)]
+    return [*lab08.study(texts("moe"), "moe", "loop", steps=2, delay_us=100.0)]
 
 
 def test_a_slower_host_slows_the_step_by_its_delays(studied):
@@ -96,14 +97,25 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
     assert studied[2].program is studied[0].program
 
 
+def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):
+    step, run = studied[0], studied[0].run
+    measured = [10.0, 20.0, 40.0]
+    described = replace(run, samples={}, metrics={})
+    for predicted, ends in (([11.0, 22.0, 44.0], (10, 10)), ([30.0, 20.0, 10.0], (-75, 200))):
+        lab08.describe(described, step.program, step.work, predicted, measured)
+        low, high = (described.metric(f"off_{end}_percent") for end in ("low", "high"))
+        assert (low, high) == pytest.approx(ends)
+
+
 def test_a_study_predicts_shows_and_repeats(studied):
     long, again = studied[0], studied[-1].run
     assert long.run.has(model="moe", texts="long", variant=False)
     low, off, high = (long.run.metric(f"off_{end}_percent") for end in ("low", "by", "high"))
     assert -100 < low <= off <= high < 100
     rounds = [long.run.samples[name] for name in ("short_ms", "predicted_ms", "step_ms")]
-    wanted = [100 * (two / one - 1) for _, two, one in zip(*rounds, strict=True)]
-    assert long.run.samples["off_by_percent"] == pytest.approx(wanted)
+    assert len({len(ms) for ms in rounds}) == 1
+    ratio = long.run.metric("predicted_ms") / long.run.metric("step_ms")
+    assert off == pytest.approx(100 * (ratio - 1))
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
     alone = next(lab08.study(texts("moe"), "moe", "grouped", steps=1)).run
     assert alone.metric("launches") < long.run.metric("launches")
