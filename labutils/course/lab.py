@@ -161,7 +161,7 @@ class Lab:
         self.cache_dir = cache_folder()
         self._results = kept
         self._measured: set[tuple] = set()  # identities of runs
-        self._predictions: dict[str, tuple[float, str]] = {}
+        self._predictions: dict[str, tuple[float | None, str]] = {}
         self._opened = time.perf_counter()
 
     def banner(self) -> str:
@@ -276,6 +276,7 @@ class Lab:
         for what is no finite number.
         """
         if value is None:
+            self._predictions[topic] = None, unit
             self.show(
                 f"No prediction of *{topic}* yet. Put a number in place of `None` and run the cell "
                 "again, or go on."
@@ -295,8 +296,9 @@ class Lab:
         truths: Mapping[str, float | None] | None = None,
         ours: Mapping[str, float | None] | None = None,
     ) -> None:
-        """Score the predictions against `truths` (topic -> measured value), and mark the lab as
-        done. A topic that this machine couldn't measure is scored against our GPU's value, `ours`.
+        """Score the predictions against `truths` (topic -> measured value), show what wasn't
+        predicted, and mark the lab as done. A topic that this machine couldn't measure is scored
+        against our GPU's value, `ours`.
         """
         rows = [("prediction", "you", "measured", "off by")]
         here, there = (
@@ -307,16 +309,18 @@ class Lab:
         for topic, truth in (there | here).items():
             if not is_finite(truth) or topic not in self._predictions:
                 continue
-            guess, unit = self._predictions[topic]
-            on = {} if topic in here else {"on": card}
+            (guess, unit), on = self._predictions[topic], {} if topic in here else {"on": card}
+            measured = f"{tables.cell(float(truth))} {unit}".rstrip()
+            measured += f", on our {card}" * bool(on)
+            if guess is None:
+                rows.append((topic, None, measured, None))
+                continue
             known = {"topic": topic, "value": guess, "measured": truth, "unit": unit}
             self._record(status="score", **known, **on)
             off = f"{abs(guess - truth):.3g}"
             if guess > 0 and truth > 0:
                 off = f"{max(guess, truth) / min(guess, truth):.2f}x"
             off += " too high" if guess > truth else " too low" if guess < truth else ""
-            measured = f"{tables.cell(float(truth))} {unit}".rstrip()
-            measured += f", on our {card}" * bool(on)
             rows.append((topic, f"{guess:g} {unit}", measured, off))
         self.table(*rows)
         seconds = round(time.perf_counter() - self._opened, 1)

@@ -31,7 +31,7 @@ from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.host_delay import SlowerHost
 from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
-from labutils.profiling.step_model import Host, Program, replayed_ms
+from labutils.profiling.step_model import Program, replayed_ms
 from labutils.recipe import Recipe, Unavailable
 from labutils.results.effects import RESAMPLES
 from labutils.results.records import Run, summarise
@@ -93,11 +93,11 @@ def batch_of(workload: Workload, recipe: Recipe) -> Batch:
 @dataclass(frozen=True)
 class PredictedStep:
     """A step that was predicted and measured: its `run`, what predicted it, and its trace as
-    `plots.timeline` draws it."""
+    `plots.timeline` draws it. `launch_ms` is the host's time for a launch, without delays."""
 
     run: Run
     program: Program
-    host: Host
+    launch_ms: float
     work: Work
     lanes: dict[str, list] = field(default_factory=dict)
 
@@ -110,28 +110,27 @@ class HostStep:
     def __init__(self, step: OnOneBatch, long: OnOneBatch) -> None:
         self.step = step
         step.timed(0, warmup=3)
-        trace = step.traced()
-        self.program, self.phases = Program.of(trace), trace.host_breakdown()
+        self.program = Program.of(step.traced())
         self.operations, self.long_operations = operations_of(step), operations_of(long)
         # Had the long step this one's launches an operation, it would have so many.
         self.as_long = self.program.launches * self.long_operations / self.operations
 
-    def host(self, program: Program, step_ms: float) -> Host | None:
+    def launch_ms(self, program: Program, step_ms: float) -> float | None:
         """What a launch of the long step, which is `program`, takes where this one takes `step_ms`.
         None where the GPU decides even this one."""
-        host = step_model.host_of(self.program, self.phases, step_ms)
-        return host and host.times(self.as_long / program.launches)
+        launch_ms = step_model.host_of(self.program, step_ms)
+        return launch_ms and launch_ms * self.as_long / program.launches
 
     def predict(
-        self, program: Program, host: Host, short_ms: Sequence[float], added_ms: float
+        self, program: Program, launch_ms: float, short_ms: Sequence[float], added_ms: float
     ) -> list[float]:
-        """Milliseconds of the long step beside each of these short ones, whose median `host` was
-        read from: between replays of both. Each launch takes the long step `added_ms` more."""
+        """Milliseconds of the long step beside each of these short ones, whose median `launch_ms`
+        was read from: between replays of both. Each launch takes the long step `added_ms` more."""
         ends = np.array([0.9 * min(short_ms), 1.1 * max(short_ms)]) / statistics.median(short_ms)
-        hosts = [host.times(by) for by in np.linspace(*ends, 17)]
+        hosts = launch_ms * np.linspace(*ends, 17)
         back = program.launches / self.as_long
-        short = [replayed_ms(self.program, each.times(back)) for each in hosts]
-        long = [replayed_ms(program, each.plus(added_ms)) for each in hosts]
+        short = [replayed_ms(self.program, each * back) for each in hosts]
+        long = [replayed_ms(program, each, added_ms) for each in hosts]
         return np.interp(short_ms, short, long).tolist()
 
 
@@ -212,27 +211,26 @@ def predict_and_measure(
     else:
         program, work, lanes, watts = traced.program, traced.work, traced.lanes, None
     times = in_turns(step, short, steps, delays)
-    read = short and short.host(program, statistics.median(times["short"]))
-    host = read or Host(probe_machine("launch_us").median("launch_us") / 1e3)
+    read = short and short.launch_ms(program, statistics.median(times["short"]))
+    launch_ms = read or probe_machine("launch_us").median("launch_us") / 1e3
     operations = short.long_operations if short else 0
     for delay in delays:
         run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
         run.tags = tags if delay is None else tags | {"delay_us": delay}
         run.metrics = {"power_w": watts} if watts else {}
         added_ms = (delay or 0.0) * operations / program.launches / 1e3
-        beside = host.plus(added_ms)
         if short:
             run.samples = {"short_ms": times["short"]}
             run.metrics["short_kernels_ms"] = short.program.kernel_ms
             run.metrics |= {"short_operations": short.operations, "operations": operations}
         if short and read:
             predicted_ms = short.predict(program, read, times["short"], added_ms)
-            run.metrics["host_us"] = 1e3 * beside.mean_ms(program)
-            run.metrics["host_ms"] = beside.mean_ms(program) * program.launches
+            run.metrics["host_us"] = 1e3 * (read + added_ms)
+            run.metrics["host_ms"] = (read + added_ms) * program.launches
         else:
-            predicted_ms = [replayed_ms(program, beside)] * steps
+            predicted_ms = [replayed_ms(program, launch_ms, added_ms)] * steps
         describe(run, program, work, predicted_ms, times[delay])
-        yield PredictedStep(run, program, beside, work, lanes)
+        yield PredictedStep(run, program, launch_ms, work, lanes)
 
 
 def describe(

@@ -28,8 +28,8 @@ class Spec:
 
     Units: `dense` and `sparse` in TFLOP/s (TOP/s for int8), `bandwidth` in GB/s, `memory_gb` as
     printed by the vendor, `tdp_w` in watts. A format that the card's matrix units lack is absent.
-    `plain`: peaks of FP64 and INT32 outside the matrix units, like FP32's. `note` says which numbers
-    are derived.
+    `plain`: peaks of FP64 and INT32, which like FP32's are not the matrix units'. `note` says which
+    numbers are derived.
     """
 
     name: str

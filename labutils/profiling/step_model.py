@@ -9,19 +9,19 @@ which is exact where neither waits for the other in between and all launches are
 `replayed_ms` drops both conditions: it goes through the queue in order (`launch_queue.replay`).
 
 The predicted step itself is never timed. Kernel times come from a trace: the profiler slows the
-host down and leaves them nearly as they are (a graph's may come out a little longer). So where
-kernels decide, the prediction is hardly more than their sum. The host's time a launch is solved for
-from *another* step of the same model, on so few tokens that the host decides (`host_of`): that step
-lasts as long as its host takes. What an operation takes the host is the same in both steps, what a
-launch takes it need not be: kernels chosen for few tokens may be fewer.
+host down and leaves them nearly as they are (a graph's may come out a little longer). The trace
+also has the gaps of 1 to 2 microseconds between kernels that wait in the queue, and tells how
+launches compare: before some the host is in Python for milliseconds. What a launch takes it on
+average is solved for from *another* step of the same model, on so few tokens that the host decides
+(`host_of`): that step lasts as long as its host takes. What an operation takes the host is the same
+in both steps, what a launch takes it need not be: kernels chosen for few tokens may be fewer.
 
 For another card each category of kernels scales with what bounds it (`scale`): matrix products and
 attention with the dense peak, as far as the step's FLOPs a byte suffice, everything else with the
 memory's bandwidth. No kernel falls below what an empty one takes. Products that LoRA's rank makes
 thin go by bandwidth. A graph's kernels, which no operator calls, can't be told to be thin.
-Left out: that other cards reach another share of their peaks; caches; gaps of 1 to 3 microseconds
-between kernels that wait in the queue; that a host comes back later from a long wait. What the host
-does between two steps is spread over all launches, so that it is lost where kernels decide.
+Left out: that other cards reach another share of their peaks; caches; that a host comes back later
+from a long wait.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ import functools
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from labutils.profiling.gpu_specs import Spec
@@ -46,6 +45,8 @@ ELSEWHERE = ("copy", "communication")
 HOST_DECIDES_BELOW = 0.5
 """A step whose work takes the GPU less than this share tells what the host takes. A higher share
 may be all that the GPU can do: the gaps between short kernels don't count as work."""
+QUEUED_MS = 0.02
+"""A piece that was launched so long before the one before it was done has been in the queue."""
 CARDS = ("H100 SXM5", "H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "B200")
 """The cards for which the course predicts."""
 
@@ -53,43 +54,71 @@ CARDS = ("H100 SXM5", "H200 SXM", "RTX PRO 6000 Blackwell Max-Q", "B200")
 class Launch(NamedTuple):
     """One thing that the host gave the GPU to do: a kernel, a CUDA graph or a copy.
 
-    `phase` is the marked range in which it was launched ("" for none). `work` is what it caused:
-    (category, milliseconds, count), with the category "copy" for what crosses a link to the host or
-    another GPU. `waits`: the host then waited until the GPU had caught up.
+    `host_ms` is what it took the host beside the profiler, waits left out. `work` is what it
+    caused: (category, milliseconds, count), with the category "copy" for what crosses a link to the
+    host or another GPU. `waits`: the host then waited until the GPU had caught up.
     """
 
-    phase: str
+    host_ms: float
     work: tuple[tuple[str, float, int], ...]
     waits: bool
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the host gives the GPU in `steps` optimizer steps, in order."""
+    """What the host gives the GPU in `steps` optimizer steps, in order. Between two pieces that
+    were both in the queue the GPU stands still for `gap_ms`."""
 
     queue: tuple[Launch, ...]
     steps: int
+    gap_ms: float = 0.0
 
     @classmethod
     def of(cls, trace: Trace) -> Program:
         """What a trace's host launched. On a CPU, which does the work itself, it waits for every
-        piece.
+        piece, and all pieces take the host as long.
         """
-        queue = []
-        for call, work, wait in trace.launched():
+        launched, queue, gaps = trace.launched(), [], []
+        usual_ms = statistics.median(call.ms for call, _, _ in launched) if launched else 0.0
+        before, done = trace.step_windows[0][0], math.inf
+        for call, work, wait in launched:
             times: dict[str, list[float]] = defaultdict(list)
             for _, category, ms in work:
                 times[category].append(ms)
             parts = tuple((kind, sum(ms), len(ms)) for kind, ms in times.items())
-            waits = wait is not None or not trace.on_gpu
-            queue.append(Launch(trace.phase_at(call.start), parts, waits))
-        return cls(tuple(queue), trace.steps)
+            if not trace.on_gpu:
+                queue.append(Launch(1.0, parts, True))
+                continue
+            # A longer call stood before a full queue.
+            host_ms = max(0.0, call.start - before) + min(call.ms, usual_ms)
+            queue.append(Launch(host_ms, parts, wait is not None))
+            begun = min(item.start for item, _, _ in work)
+            if call.end + QUEUED_MS < done < begun:
+                gaps.append(begun - done)
+            done = max(item.end for item, _, _ in work)
+            before = wait.end if wait else call.end
+        if (
+            queue and trace.on_gpu
+        ):  # what follows the last launch comes before the next step's first
+            rest_ms = max(0.0, trace.step_windows[-1][1] - before)
+            queue[0] = queue[0]._replace(host_ms=queue[0].host_ms + rest_ms)
+        return cls(tuple(queue), trace.steps, statistics.median(gaps) if gaps else 0.0)
 
     @functools.cached_property
-    def pieces(self) -> tuple[tuple[str, float, bool], ...]:
-        """Of each launch: its phase, milliseconds of the work that it caused, and whether the host
-        waits for it."""
-        return tuple((phase, sum(ms for _, ms, _ in work), w) for phase, work, w in self.queue)
+    def _pieces(self) -> list[tuple[float, float, bool]]:
+        """Of each launch: the host's time over the mean one, the GPU's milliseconds, gap included,
+        and whether the host then waits."""
+        mean_ms = statistics.fmean(launch.host_ms for launch in self.queue) or 1.0
+        return [
+            (host_ms / mean_ms, sum(ms for _, ms, _ in work) + self.gap_ms, waits)
+            for host_ms, work, waits in self.queue
+        ]
+
+    def beside(self, launch_ms: float, added_ms: float = 0.0) -> list[tuple[float, float, bool]]:
+        """The queue beside a host that takes `launch_ms` on average for a launch, and for each
+        `added_ms` more: the host's and the GPU's milliseconds of each, and whether the host then
+        waits."""
+        return [(launch_ms * part + added_ms, ms, waits) for part, ms, waits in self._pieces]
 
     @property
     def launches(self) -> float:
@@ -146,75 +175,31 @@ class Program:
 
         works = [tuple(scaled(*part) for part in launch.work) for launch in self.queue]
         pairs = zip(self.queue, works, strict=True)
-        return Program(tuple(launch._replace(work=work) for launch, work in pairs), self.steps)
+        return replace(self, queue=tuple(launch._replace(work=work) for launch, work in pairs))
 
 
-@dataclass(frozen=True)
-class Host:
-    """What one piece of work takes the host, in milliseconds, by marked phase; `other` for phases
-    that are not named.
+def replayed_ms(program: Program, launch_ms: float, added_ms: float = 0.0) -> float:
+    """Milliseconds a step when the queue is gone through in order, once it is filled; see
+    `Program.beside`."""
+    return steady_ms(program.beside(launch_ms, added_ms)) / program.steps
 
-    A forward pass goes through Python layer by layer, a backward pass is called from C++: their
-    launches differ.
+
+def host_of(program: Program, step_ms: float) -> float | None:
+    """Milliseconds that a launch takes the host on average, from a step that the host decides.
+
+    program: of that step. step_ms: the same step timed without the profiler, which its replay is to
+    last. None where the GPU takes `HOST_DECIDES_BELOW` of it or more: then it doesn't tell. On a
+    CPU, where host and device take turns, any share tells: what operators don't take is the host's,
+    and nothing where they take more, as other programs took the CPU while they were traced. Raises
+    `ValueError` for a trace without a launch.
     """
-
-    other: float
-    by_phase: Mapping[str, float] = field(default_factory=dict)
-
-    def of(self, phase: str) -> float:
-        return self.by_phase.get(phase, self.other)
-
-    def times(self, factor: float) -> Host:
-        """A host that takes `factor` times as long."""
-        return Host(factor * self.other, {at: factor * ms for at, ms in self.by_phase.items()})
-
-    def plus(self, added_ms: float) -> Host:
-        """A host that takes so much longer for each piece."""
-        return Host(self.other + added_ms, {at: ms + added_ms for at, ms in self.by_phase.items()})
-
-    def mean_ms(self, program: Program) -> float:
-        """Milliseconds a piece of `program`, on average."""
-        return statistics.fmean(self.of(launch.phase) for launch in program.queue)
-
-
-def replayed_ms(program: Program, host: Host) -> float:
-    """Milliseconds a step when the queue is gone through in order, once it is filled."""
-    host_ms = {phase: host.of(phase) for phase, _, _ in program.pieces}
-    queue = [(host_ms[phase], ms, waits) for phase, ms, waits in program.pieces]
-    return steady_ms(queue) / program.steps
-
-
-def host_of(
-    program: Program, phases: Mapping[str, Mapping[str, float]], step_ms: float
-) -> Host | None:
-    """What a launch takes the host, from a step that the host decides.
-
-    program: of that step. phases: what its trace's `host_breakdown` says. step_ms: the same step
-    timed without the profiler. How the phases compare is the trace's; one factor for all of them is
-    solved for, so that the step's replay lasts `step_ms`. None where the GPU takes
-    `HOST_DECIDES_BELOW` of it or more: then it doesn't tell. On a CPU, where host and device take
-    turns, any share tells: what operators don't take is the host's, and nothing where they take
-    more, as other programs took the CPU while they were traced. Raises `ValueError` for a trace
-    without a launch.
-    """
-    counts = Counter(launch.phase for launch in program.queue)
-    if not counts:
+    if not program.queue:
         raise ValueError("The trace of the step holds no launch: nothing tells what one takes.")
     busy_ms = program.kernel_ms + program.copy_ms
     if not program.takes_turns and busy_ms >= HOST_DECIDES_BELOW * step_ms:
         return None
-    spent = {phase: row["ms"] * program.steps for phase, row in phases.items()}
-    spent[""] = spent.pop("unmarked", 0.0)
-    idle = sum(ms for phase, ms in spent.items() if phase not in counts)
-    shared = idle / len(program.queue)  # phases without launches are shared by all launches
-    shape = Host(
-        shared, {phase: shared + spent.get(phase, 0.0) / count for phase, count in counts.items()}
-    )
-    high = 1.0
-    while replayed_ms(program, shape.times(high)) < step_ms:
-        high *= 2
-    factor = root(lambda factor: replayed_ms(program, shape.times(factor)) - step_ms, 0.0, high)
-    return shape.times(factor)
+    most = step_ms / program.launches
+    return root(lambda ms: replayed_ms(program, ms) - step_ms, 0.0, most)
 
 
 def scale(kind: str, there: Spec, here: Spec, dtype: str, intensity: float = math.inf) -> float:

@@ -535,7 +535,7 @@ lab.show(loops, host_read, experiment="steps", **plain)
 
 # %%
 def launches_of(step):
-    return [(step.host.of(phase), k, waits) for phase, k, waits in step.program.pieces]
+    return step.program.beside(step.launch_ms)
 
 
 for name in [name for name in ("dense, loop", "moe, loop") if name in studied]:
@@ -746,8 +746,9 @@ def slower_hosts(steps):
     extra = lambda step: step.run.metric("host_us") - plain.run.metric("host_us")
     quantiles = lambda step: np.percentile(step.run.samples["step_ms"], (10, 50, 90))
     measured = {extra(step): quantiles(step) for step in (plain, *slowed)}
-    hosts = {us: plain.host.plus(us / 1e3) for us in np.linspace(0, 1.1 * max(measured), 33)}
-    return {us: step_model.replayed_ms(plain.program, host) for us, host in hosts.items()}, measured
+    added = np.linspace(0, 1.1 * max(measured), 33)
+    beside = lambda us: step_model.replayed_ms(plain.program, plain.launch_ms, us / 1e3)
+    return {us: beside(us) for us in added}, measured
 
 
 read = {way: [s for s in steps if s.run.metric("host_us")] for way, steps in ways_studied.items()}
@@ -828,7 +829,7 @@ def on_card(step, name):
     """Milliseconds of such a step on the card `name`, with this host."""
     flops_a_byte = step.work.flops / step.work.bytes
     program = step.program.on(find_spec(name), here, "bf16", flops_a_byte, empty_ms)
-    return step_model.replayed_ms(program, step.host)
+    return step_model.replayed_ms(program, step.launch_ms)
 
 
 cards = None

@@ -206,6 +206,7 @@ def test_predictions_are_kept_and_scored(lab, capsys):
     assert told == [["best number of workers", 2, ""], ["step at 3 workers", 50, "H200"]]
     said = capsys.readouterr().out
     assert "No prediction of *step at 0 workers*" in said and "2.00x too high" in said
+    assert "| step at 0 workers | – | 3 ms | – |" in said
     for value in ("three", True, [3], float("nan"), 10**400):
         with pytest.raises(LabError, match="finite number of ms, or None"):
             lab.predict("step", value, "ms")

@@ -9,15 +9,7 @@ from traces import RUNS_AHEAD, TWO_STEPS, call, copy, kernel, mark, op, work
 
 from labutils.profiling.gpu_specs import find_spec
 from labutils.profiling.launch_queue import QUEUE
-from labutils.profiling.step_model import (
-    Host,
-    Launch,
-    Program,
-    attainable,
-    host_of,
-    replayed_ms,
-    scale,
-)
+from labutils.profiling.step_model import Launch, Program, attainable, host_of, replayed_ms, scale
 from labutils.profiling.trace import Trace
 
 H200, BLACKWELL, H100 = (
@@ -25,13 +17,10 @@ H200, BLACKWELL, H100 = (
 )
 
 
-def program(
-    *works: float, waits: tuple[int, ...] = (), steps: int = 1, kind: str = "GEMM", phase: str = ""
-) -> Program:
+def program(*works: float, waits: tuple[int, ...] = (), kind: str = "GEMM") -> Program:
     """One kernel a launch, of so many ms; the host waits after those in `waits`."""
-    return Program(
-        tuple(Launch(phase, ((kind, ms, 1),), at in waits) for at, ms in enumerate(works)), steps
-    )
+    launches = (Launch(1.0, ((kind, ms, 1),), at in waits) for at, ms in enumerate(works))
+    return Program(tuple(launches), 1)
 
 
 # The queue of a trace
@@ -40,7 +29,7 @@ def program(
 def test_the_queue_holds_what_the_host_launched_in_its_order():
     queue = Program.of(Trace(TWO_STEPS)).queue
     assert len(queue) == 6
-    assert queue[0] == ("to_device", (("copy", pytest.approx(0.013), 1),), True)
+    assert queue[0][1:] == ((("copy", pytest.approx(0.013), 1),), True)
     assert sum(launch.waits for launch in queue) == len(Trace(TWO_STEPS).waits)
 
 
@@ -62,16 +51,14 @@ def test_only_what_crosses_a_link_is_a_copy():
 
 
 def test_kernels_hide_launches_or_launches_hide_kernels():
-    assert replayed_ms(program(*[3.0] * 10), Host(1.0)) == pytest.approx(30)
-    assert replayed_ms(program(*[1.0] * 10), Host(3.0)) == pytest.approx(30)
-    on_a_cpu = program(*[1.0] * 10, waits=tuple(range(10)))
-    assert replayed_ms(on_a_cpu, Host(3.0)) == pytest.approx(40)
+    assert replayed_ms(program(*[3.0] * 10), 1.0) == pytest.approx(30)
+    assert replayed_ms(program(*[1.0] * 10), 3.0) == pytest.approx(30)
 
 
 def test_a_wait_makes_host_and_gpu_take_turns():
     """Launched at 1, 2 and 3, done at 5, 9 and 13; then it goes on."""
-    assert replayed_ms(program(4.0, 4.0, 4.0, waits=(2,)), Host(1.0)) == pytest.approx(13)
-    assert replayed_ms(program(4.0, 4.0, 4.0, waits=(0, 1, 2)), Host(1.0)) == pytest.approx(15)
+    assert replayed_ms(program(4.0, 4.0, 4.0, waits=(2,)), 1.0) == pytest.approx(13)
+    assert replayed_ms(program(4.0, 4.0, 4.0, waits=(0, 1, 2)), 1.0) == pytest.approx(15)
 
 
 def test_the_host_runs_ahead_by_the_queue_at_most():
@@ -79,40 +66,62 @@ def test_the_host_runs_ahead_by_the_queue_at_most():
     done.
     """
     long_queue = program(10_000.0, *[0.0] * (2 * QUEUE), waits=(2 * QUEUE,))
-    assert replayed_ms(long_queue, Host(1.0)) == pytest.approx(10_001 + QUEUE, abs=3)
+    assert replayed_ms(long_queue, 1.0) == pytest.approx(10_001 + QUEUE, abs=3)
 
 
 # What a launch takes the host
 
 
-def learnt(events, step_ms: float) -> Host:
-    trace = Trace(events)
-    return host_of(Program.of(trace), trace.host_breakdown(), step_ms)
+def learnt(events, step_ms: float) -> float:
+    return host_of(Program.of(Trace(events)), step_ms)
+
+
+def launches(*calls: tuple[float, float], kernel_us: float) -> list:
+    """Calls from .. to .. microseconds; kernels begin 1 after the call, or after the kernel before
+    in the queue, with a gap of 2."""
+    events, free = [mark("ProfilerStep#1", 0, 1000)], -9.0
+    for place, (start, end) in enumerate(calls):
+        begun = max(end + 1, free + 2)
+        free = begun + kernel_us
+        events += call("cudaLaunchKernel", start, end, place), kernel("nvjet_x", begun, free, place)
+    return events
 
 
 def test_the_hosts_time_is_learnt_from_a_step_whose_kernels_are_short():
-    events = [mark("ProfilerStep#1", 0, 1000), mark("backward", 600, 1000)]
-    for place, start in enumerate((0, 200, 400, 600, 800)):
-        events += [
-            call("cudaLaunchKernel", start, start + 5, place),
-            kernel("nvjet_x", start + 6, start + 8, place),
-        ]
-    host = learnt(events, step_ms=0.5)  # half of what the profiler made of it
-    assert host.of("") == pytest.approx(0.1, rel=0.02)
-    assert host.of("backward") == pytest.approx(0.1, rel=0.02)
-    assert replayed_ms(Program.of(Trace(events)), host) == pytest.approx(0.5, rel=1e-4)
+    """The last 100 microseconds belong to the first launch of the next step."""
+    learn = Program.of(Trace(launches((0, 5), (200, 205), (500, 505), (895, 900), kernel_us=2)))
+    assert [launch.host_ms for launch in learn.queue] == pytest.approx([0.105, 0.2, 0.3, 0.395])
+    c = host_of(learn, 0.5)  # half of what the profiler made of it
+    assert c == pytest.approx(0.125, rel=1e-4)
+    told = [ms for ms, _, _ in learn.beside(c, added_ms=1.0)]
+    assert told == pytest.approx([1.0525, 1.1, 1.15, 1.1975])
+
+
+def test_a_full_queue_and_a_wait_are_none_of_the_hosts_work():
+    events = launches((0, 5), (20, 25), (30, 530), (540, 545), kernel_us=2)
+    events += [call("cudaStreamSynchronize", 550, 950, 9)]
+    queue = Program.of(Trace(events)).queue
+    assert [launch.host_ms for launch in queue] == pytest.approx([0.055, 0.02, 0.01, 0.015])
+
+
+def test_kernels_that_wait_in_the_queue_have_a_gap():
+    calls = [(10 * at, 10 * at + 5) for at in range(5)]
+    queued = Program.of(Trace(launches(*calls, kernel_us=100)))
+    assert queued.gap_ms == pytest.approx(0.002)
+    assert replayed_ms(queued, 0.001) == pytest.approx(0.51)
+    assert Program.of(Trace(launches(*calls, kernel_us=2))).gap_ms == 0
 
 
 def test_a_step_that_the_gpu_decides_tells_nothing_about_the_host():
     assert learnt(RUNS_AHEAD, 0.7) is None and learnt(RUNS_AHEAD, 1.5) is None
-    assert learnt(RUNS_AHEAD, 1.7).of("") == pytest.approx(1.7, rel=1e-3)
+    assert learnt(RUNS_AHEAD, 1.7) == pytest.approx(1.7, rel=1e-3)
 
 
 def test_where_host_and_device_take_turns_any_share_tells():
     """Three milliseconds of four are the operators' own: the fourth is the host's."""
     events = [op("aten::mm", 0, 1500), op("aten::mul", 1500, 3000)]
-    assert learnt(events, 4.0).of("") == pytest.approx(0.5, rel=1e-3)
-    assert learnt(events, 2.5).of("") == pytest.approx(0, abs=1e-6)  # they were interrupted
+    assert learnt(events, 4.0) == pytest.approx(0.5, rel=1e-3)
+    assert learnt(events, 2.5) == pytest.approx(0, abs=1e-6)  # they were interrupted
 
 
 # Other cards

@@ -46,8 +46,10 @@ KIND_FILLS: dict[str, Fill] = {
     "casts and layout": (ROSE, ""),
     "foreach": (PURPLE, "---"),
     "compiled": (TEAL, "///"),
-    "copy": (GREY, ""),
+    "copy": (INK, ""),
     "launch call": (PURPLE, ""),
+    "synchronisation": (RUST, ""),
+    "reduction": (NAVY, "///"),
     "other": (GREY, "xxx"),
 }
 """Fills of kinds of kernels and operators (`profiling.kernel_categories`) that take long, likewise;
