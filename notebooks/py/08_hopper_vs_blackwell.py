@@ -455,7 +455,7 @@ print(f"In the short step kernels take {share:.0%}.")
 an_operation = host_ms(ms["short"], queues["short"]) / operations["short"]
 c = an_operation * operations["long"] / (len(queues["long"]) / 5)
 lab.table(pd.DataFrame([compared("Qwen3, 8 layers", c, queues["long"], ms["long"])]))
-del lm, optimizer, mine
+lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
 # **Measurement.** The course's replay knows three things more. Queued kernels have gaps of 1 µs. Some launches take the host
