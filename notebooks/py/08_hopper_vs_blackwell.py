@@ -401,8 +401,9 @@ def host_ms(step_ms, queue):
 
 # %%
 def compared(name, c, queue, measured):
-    launches, larger = [(c, k, waits) for k, waits in queue], max(c * len(queue) / 5, kernels_ms(queue))
+    launches = [(c, k, waits) for k, waits in queue]
     row = {"ms a step": name, "launches": c * len(queue) / 5, "kernels": kernels_ms(queue)}
+    larger = max(row["launches"], row["kernels"])
     row |= {"replay": courses(launches) / 5, "yours": replay(launches) / 5, "measured": measured}
     row["replay is off by, %"] = 100 * (row["replay"] / measured - 1)
     return row | {"the larger sum, %": 100 * (larger / measured - 1)}
