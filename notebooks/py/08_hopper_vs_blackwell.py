@@ -1049,7 +1049,7 @@ lab.verdict("A3.32b.qlora-batch")
 # %% [markdown]
 # ## 11 · Optional: the whole prediction
 #
-# **Question.** Where do section 8's $n$ and $K$ come from?
+# **Question.** Where do section 8's 500,000 launches and its $K$ of 19 s come from?
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give
 # the three numbers, a fourth tests them.
@@ -1167,7 +1167,7 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # %% [markdown]
 # **Result.** gpt-oss's counts come out at 0.81 to 1.36 times the article's, Qwen3's at 0.69 to 1.88: poor.
 #
-# The Blackwell card wins once $2nc > K$: right of 19 µs a launch. Our hosts, the triangles, lie on both sides; the article's lies
+# The Blackwell card wins once the H100's launches, $2nc$, take longer than $K$: right of 19 µs a launch. Our hosts, the triangles, lie on both sides; the article's lies
 # right.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
