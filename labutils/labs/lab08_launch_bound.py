@@ -44,7 +44,7 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-FEWER_STEPS = 5
+FEWER_STEPS = 6
 """Rounds of slowed steps, and of what is measured again."""
 
 
