@@ -6,7 +6,7 @@
 One trainer serves two batches: four texts of the dataset's mean length, and four short ones.
 Batches are fixed, as a step's time is predicted from a trace of the same work. The host's time
 comes from the step on short texts, which the host decides. A host's speed changes within seconds,
-so steps on short and on long texts take turns, and each round makes a prediction of its own.
+so steps on short and on long texts take turns: a drift meets both.
 
 Nothing is timed before the profiler has run. Unless the environment says `TEARDOWN_CUPTI=1`, CUPTI
 stays attached to the process after the first trace and slows launches

@@ -21,7 +21,7 @@ attention with the dense peak, as far as the step's FLOPs a byte suffice, everyt
 memory's bandwidth. No kernel falls below what an empty one takes. Products that LoRA's rank makes
 thin go by bandwidth. A graph's kernels, which no operator calls, can't be told to be thin.
 Left out: that other cards reach another share of their peaks; caches; that a host comes back later
-from a long wait.
+from a long wait; that the profiler slows operators more than it slows plain Python.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What the host gives the GPU in `steps` optimizer steps, in order. Between two pieces that
-    were both in the queue the GPU stands still for `gap_ms`."""
+    """What the host gives the GPU in `steps` optimizer steps, in order. After each piece the GPU
+    stands still for `gap_ms`, the median between two that were both in the queue."""
 
     queue: tuple[Launch, ...]
     steps: int
@@ -89,17 +89,17 @@ class Program:
             if not trace.on_gpu:
                 queue.append(Launch(1.0, parts, True))
                 continue
-            # A longer call stood before a full queue.
+            # A longer call may have stood before a full queue.
             host_ms = max(0.0, call.start - before) + min(call.ms, usual_ms)
             queue.append(Launch(host_ms, parts, wait is not None))
             begun = min(item.start for item, _, _ in work)
             if call.end + QUEUED_MS < done < begun:
                 gaps.append(begun - done)
             done = max(item.end for item, _, _ in work)
-            before = wait.end if wait else call.end
-        if (
-            queue and trace.on_gpu
-        ):  # what follows the last launch comes before the next step's first
+            own_ms = max(0.0, wait.start - call.end) if wait else 0.0  # between launch and wait
+            before = max(before, wait.end - own_ms if wait else call.end)
+        # What follows the last launch comes before the next step's first.
+        if queue and trace.on_gpu:
             rest_ms = max(0.0, trace.step_windows[-1][1] - before)
             queue[0] = queue[0]._replace(host_ms=queue[0].host_ms + rest_ms)
         return cls(tuple(queue), trace.steps, statistics.median(gaps) if gaps else 0.0)
@@ -108,7 +108,7 @@ class Program:
     def _pieces(self) -> list[tuple[float, float, bool]]:
         """Of each launch: the host's time over the mean one, the GPU's milliseconds, gap included,
         and whether the host then waits."""
-        mean_ms = statistics.fmean(launch.host_ms for launch in self.queue) or 1.0
+        mean_ms = sum(launch.host_ms for launch in self.queue) / max(1, len(self.queue)) or 1.0
         return [
             (host_ms / mean_ms, sum(ms for _, ms, _ in work) + self.gap_ms, waits)
             for host_ms, work, waits in self.queue
