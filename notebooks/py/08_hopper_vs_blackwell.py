@@ -23,8 +23,8 @@
 # article found the H100 idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
 #
 # You write a model of ten lines that predicts a step from its launches. On the recorded page the course's version came within
-# 4 % of the median step where kernels decide, within 9 % where the host does; intervals reach 32 %. Beside a noisier host it was
-# 8 and 19 %. For other cards it is untested.
+# 4 % of the median step where kernels decide, within 9 % where the host does; intervals reach 32 %. Beside a noisier host it
+# was 8 and 19 %. For other cards it is untested.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -417,12 +417,12 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 2 %; only at width 512, where the host decides alone, it is 8 % too long. The larger sum is
-# up to 29 % too short, most at 1024, where the clocks come closest and 12 waits add a launch each.
+# On the H200 the replay came within 2 %; only at width 512, where the host decides alone, it is 8 % too long. The larger sum
+# is up to 29 % too short, most at 1024, where the clocks come closest and 12 waits add a launch each.
 #
-# **Your own model.** A real model has many kinds of launches. Section 3's formula gives their mean $c$: time a short batch, then
-# predict a long one. Put your model and batches in place of these, uncompiled. The short step tells $c$ if
-# its kernels take less than half of it.
+# **Your own model.** A real model has many kinds of launches. Section 3's formula gives their mean $c$: time a short batch,
+# then predict a long one. Put your model and batches in place of these, uncompiled. The short step tells $c$ if its kernels
+# take less than half of it.
 
 # %%
 width, length = {"tiny": (64, 64), "small": (1024, 1024), "full": (2048, 2048)}[lab.scale]
@@ -463,8 +463,8 @@ lm = optimizer = mine = None  # their memory is needed
 # **Measurement.** The course's replay knows three things more. Queued kernels have gaps of 1 µs. Some launches take the host
 # milliseconds, most a few µs: a trace tells how they compare, and $c$ is their mean. The host is at most 1,024 launches ahead.
 #
-# It predicts Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens a step. Four texts of 117 tokens give $c$; short and
-# long steps take turns. Brackets hold 95 % intervals over rounds.
+# It predicts Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens a step. Four texts of 117 tokens give $c$; short
+# and long steps take turns. Brackets hold 95 % intervals over rounds.
 #
 # **Your prediction:** for how much of the expert loop's step on long texts is the GPU idle?
 
@@ -551,15 +551,15 @@ for name in [name for name in ("dense, loop", "moe, loop") if name in studied]:
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# In the dense model kernels decide: 368 ms against 319 of launches. With its gaps and its Python the replay comes to 397; the step
-# takes 407.
+# In the dense model kernels decide: 368 ms against 319 of launches. With its gaps and its Python the replay comes to 397; the
+# step takes 407.
 #
-# The expert loop goes by the *host*: launches take 1.09 s, kernels 0.49. The GPU is idle for 63 % of the step. By hand:
-# 995 ms / 40,662 operations are 24.5 µs each. Times 45,114 operations, divided by 59,035 launches: $c$ = 18.7 µs. The course takes
+# The expert loop goes by the *host*: launches take 1.09 s, kernels 0.49. The GPU is idle for 63 % of the step. By hand: 995 ms
+# / 40,662 operations are 24.5 µs each. Times 45,114 operations, divided by 59,035 launches: $c$ = 18.7 µs. The course takes
 # waits out first: 18.4.
 #
-# *Again*, after section 6's slowed steps, $c$ read 23.7, and the step took only 7 % longer. So $c$ is known to a quarter. In 10 of
-# our 11 records the second prediction errs higher; why is open.
+# *Again*, after section 6's slowed steps, $c$ read 23.7, and the step took only 7 % longer. So $c$ is known to a quarter. In
+# 10 of our 11 records the second prediction errs higher; why is open.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -656,11 +656,12 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 2.8 times as fast, beside the noisier host 3.5 times. Launches now take 231 ms, kernels 438:
-# the GPU decides. From there on *rewritten* and *compiled* shorten kernels; the graph itself gives 4 %. The *floor* is the least time at this card's
-# measured rates.
+# On the H200 *grouped* cut launches to a seventh and made the step 2.8 times as fast, beside the noisier host 3.5 times.
+# Launches now take 231 ms, kernels 438: the GPU decides. From there on *rewritten* and *compiled* shorten kernels; the graph
+# itself gives 4 %. The *floor* is the least time at this card's measured rates.
 #
-# Pictures show two typical milliseconds. Tracing slows the host, so traced GPU rows have more gaps than timed steps. White in the host's row is Python, in the replay's a wait or a full queue.
+# Pictures show two typical milliseconds. Tracing slows the host, so traced GPU rows have more gaps than timed steps. White in
+# the host's row is Python, in the replay's a wait or a full queue.
 
 
 # %%
@@ -774,11 +775,12 @@ for way, (_, detour, slow, _) in slowed.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# The expert loop's step rises at once, the dense one's soon. The detour lengthens *grouped*'s launches from 231 to 414 ms, its step
-# only from 469 to 484: kernels hide the rest. The kink comes earlier than the replay has it, as all 254 ms of delays show.
+# The expert loop's step rises at once, the dense one's soon. The detour lengthens *grouped*'s launches from 231 to 414 ms, its
+# step only from 469 to 484: kernels hide the rest. The kink comes earlier than the replay has it, as all 254 ms of delays
+# show.
 #
-# From a delay of 0 to 40 µs the three steps rise by 10 to 27 % more than the replay says, beside the noisier host by 21 % less to
-# 15 % more. So take the slope as known to a quarter.
+# From a delay of 0 to 40 µs the three steps rise by 10 to 27 % more than the replay says, beside the noisier host by 21 % less
+# to 15 % more. So take the slope as known to a quarter.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -944,8 +946,8 @@ for name, steps_32, article in ((BLACKWELL, 1, 7300), (H100, 2, 5200)):
     print(f"    the article counted {article:,}")
 
 # %% [markdown]
-# Kernels decide on the Blackwell card, the host on the H100. The Blackwell card makes 1.3 times the H100's count, as the article's
-# text says; its table says 1.4. Both counts are 12 to 17 % too low.
+# Kernels decide on the Blackwell card, the host on the H100. The Blackwell card makes 1.3 times the H100's count, as the
+# article's text says; its table says 1.4. Both counts are 12 to 17 % too low.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 # %% [markdown]
@@ -1162,8 +1164,8 @@ lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 # %% [markdown]
 # **Result.** gpt-oss's counts come out at 0.81 to 1.36 times the article's, Qwen3's at 0.69 to 1.88: poor.
 #
-# The Blackwell card wins once the H100's launches, $2nc$, take longer than $K$: right of 19 µs a launch. Triangles are our readings,
-# also by earlier methods. They lie on both sides, this host's own two as well: who wins here is open.
+# The Blackwell card wins once the H100's launches, $2nc$, take longer than $K$: right of 19 µs a launch. Triangles are our
+# readings, also by earlier methods. They lie on both sides, this host's own two as well: who wins here is open.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
 
