@@ -38,8 +38,8 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 96 GB: gpt-oss-20b takes 82 | 7 minutes |
 #
-# At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels, and other cards and large models
-# are predicted from our H200's steps.
+# At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels; cards and large models are predicted
+# from our H200.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -217,8 +217,8 @@ for ax, k in zip(axes, (0.004, 0.04), strict=True):
 plt.show()
 
 # %% [markdown]
-# Above, the host decides, and stands still for a kernel where it waits. Below, kernels decide, and the GPU stands still for a
-# launch: the last term.
+# Above, the host decides, and stands still for a kernel where it waits. Below, kernels decide, and the GPU waits for a launch:
+# the last term.
 #
 # **Takeaway.** A step has two clocks. The slower one decides, and each wait adds a little of the other.
 
@@ -306,7 +306,7 @@ lab.predict("host's time for a launch in the experts' loop", my_host, "us")
 
 
 # %% [markdown]
-# **Takeaway.** Beside our H200 an operation takes the host 8 to 45 µs, by the code around it.
+# **Takeaway.** Beside our H200 an operation takes the host 8 to 45 µs.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -417,8 +417,8 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 2 %; only at width 512, where the host decides alone, it is 8 % too long. The larger sum
-# is up to 29 % too short, most at 1024, where the clocks come closest and 12 waits add a launch each.
+# On the H200 the replay came within 2 %; only at width 512 it is 8 % too long, probably as $c$ holds the thin network's waits. The
+# larger sum is up to 29 % too short, most at 1024, where the clocks come closest and 12 waits add a launch each.
 #
 # **Your own model.** A real model has many kinds of launches. Section 3's formula gives their mean $c$: time a short batch,
 # then predict a long one. Put your model and batches in place of these, uncompiled. The short step tells $c$ if its kernels
@@ -460,7 +460,9 @@ lab.table(pd.DataFrame([compared("Qwen3, 8 layers", c, queues["long"], ms["long"
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# **Measurement.** The course's replay knows three things more. Queued kernels have gaps of 1 µs. Some launches take the host
+# On the page kernels decide here. A length at which both sums are about equal tests $c$ harder.
+#
+# **Measurement.** The course's replay knows three things more. Queued kernels have gaps of 1.2 µs. Some launches take the host
 # milliseconds, most a few µs: a trace tells how they compare, and $c$ is their mean. The host is at most 1,024 launches ahead.
 #
 # It predicts Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens a step. Four texts of 117 tokens give $c$; short
@@ -660,7 +662,7 @@ lab.show(ways, speeds, experiment="steps", **of)
 # Launches now take 231 ms, kernels 438: the GPU decides. From there on *rewritten* and *compiled* shorten kernels; the graph
 # itself gives 4 %. The *floor* is the least time at this card's measured rates.
 #
-# Pictures show two typical milliseconds. Tracing slows the host, so traced GPU rows have more gaps than timed steps. White in
+# Pictures show two typical milliseconds. Tracing slows the host: even the dense step looks as if the host decided. White in
 # the host's row is Python, in the replay's a wait or a full queue.
 
 
@@ -790,7 +792,7 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How long would the same step take on other cards, each with this machine's host?
 #
 # **Technique.** Scale each kernel by what bounds it: products and attention by the roofline at the step's FLOPs per byte,
-# LoRA's thin products and all else by bandwidth. Only a kernel's time beyond an empty one's scales.
+# LoRA's thin products and all else by bandwidth.
 
 
 # %%
@@ -869,10 +871,9 @@ lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
 # Captured, kernels decide: cards are up to 4.5 times apart. In the loop they are 1.3 times apart, as the host decides. The
-# crosses test the replay, not the scaling.
+# crosses test the replay, not the scaling. A graph's thin products can't be told: captured, they scale like others.
 #
-# For its price the Blackwell card would train 2.4 times the H100's examples in the loop, 1.5 times captured: SXM5's speed at
-# PCIe's price.
+# For its price the Blackwell card makes 2.4 times the H100's examples in the loop, 1.5 captured.
 #
 # **Takeaway.** First remove the launches. Then compare cards.
 
@@ -929,7 +930,7 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 
 # %% [markdown]
 # Padded, the article's 9,200 would be at least 96 % of the H100's peak. Without checkpointing 32 such texts fit no card. So
-# its long texts were probably not padded to 2,045.
+# they were probably not padded.
 #
 # **Host and batch.** On short texts gpt-oss-120b's counts tie, 9,400 and 9,200, though peaks are 2.25 times apart: a host may
 # decide there. That gives its $c$. Of long texts the H100 holds 16 at a time, so 32 take it two steps, and twice the launches.
@@ -947,7 +948,7 @@ for name, steps_32, article in ((BLACKWELL, 1, 7300), (H100, 2, 5200)):
 
 # %% [markdown]
 # Kernels decide on the Blackwell card, the host on the H100. The Blackwell card makes 1.3 times the H100's count, as the
-# article's text says; its table says 1.4. Both counts are 12 to 17 % too low.
+# article's text says. Both counts are 12 to 17 % too low. $c$ is fitted to the article, $K$ and the launches are ours.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 # %% [markdown]
@@ -994,7 +995,7 @@ lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
 # PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too, and leaves them
-# in 16 bits: 229 GB. PEFT says nothing of names that it didn't find: print what was adapted.
+# in 16 bits: 229 GB.
 #
 # **Takeaway.** Count parameters before you believe a size.
 
