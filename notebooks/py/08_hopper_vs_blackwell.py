@@ -782,7 +782,7 @@ lab.table(pd.DataFrame(rows))
 # show.
 #
 # From a delay of 0 to 40 µs the three steps rise by 10 to 27 % more than the replay says, beside the noisier host by 21 % less
-# to 15 % more. So take the slope as known to a quarter.
+# to 15 % more. So take the slope as known to a third.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -870,8 +870,8 @@ for way, by_card in bars.items():
 lab.table(pd.DataFrame(worth))
 
 # %% [markdown]
-# Captured, kernels decide: cards are up to 4.5 times apart. In the loop they are 1.3 times apart, as the host decides. The
-# crosses test the replay, not the scaling. A graph's thin products can't be told: captured, they scale like others.
+# Captured, kernels decide: cards are up to 4.5 times apart. In the loop, 1.3 times: the Blackwell card's kernels decide,
+# elsewhere the host. The crosses test the replay, not the scaling. A graph's thin products can't be told: captured, they scale like others.
 #
 # For its price the Blackwell card makes 2.4 times the H100's examples in the loop, 1.5 captured.
 #
