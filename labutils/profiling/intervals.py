@@ -83,6 +83,11 @@ class Lookup:
         first, last = bisect_right(self._ends, stretch[0]), bisect_left(self._starts, stretch[1])
         return overlap(self._intervals[first:last], [stretch])
 
+    def outside(self, stretch: Interval) -> float:
+        """Length of `stretch` that isn't in the set; 0 where it ends before it starts."""
+        start, end = stretch
+        return end - start - total(self.within(stretch)) if end > start else 0.0
+
     def index(self, moment: float) -> int | None:
         """Position of the interval with start <= moment < end, or None."""
         at = bisect_right(self._starts, moment) - 1

@@ -34,6 +34,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from labutils.profiling.gpu_specs import Spec
+from labutils.profiling.intervals import Lookup, union
 from labutils.profiling.launch_queue import root, steady_ms
 from labutils.profiling.roofline import Roofline
 from labutils.profiling.trace import Trace
@@ -80,6 +81,7 @@ class Program:
         """
         launched, queue, gaps = trace.launched(), [], []
         usual_ms = statistics.median(call.ms for call, _, _ in launched) if launched else 0.0
+        waiting = Lookup(union((wait.start, wait.end) for wait in trace.waits))
         before, done = trace.step_windows[0][0], math.inf
         for call, work, wait in launched:
             times: dict[str, list[float]] = defaultdict(list)
@@ -90,17 +92,16 @@ class Program:
                 queue.append(Launch(1.0, parts, True))
                 continue
             # A longer call may have stood before a full queue.
-            host_ms = max(0.0, call.start - before) + min(call.ms, usual_ms)
+            host_ms = waiting.outside((before, call.start)) + min(call.ms, usual_ms)
             queue.append(Launch(host_ms, parts, wait is not None))
             begun = min(item.start for item, _, _ in work)
             if call.end + QUEUED_MS < done < begun:
                 gaps.append(begun - done)
             done = max(item.end for item, _, _ in work)
-            own_ms = max(0.0, wait.start - call.end) if wait else 0.0  # between launch and wait
-            before = max(before, wait.end - own_ms if wait else call.end)
+            before = max(before, call.end)
         # What follows the last launch comes before the next step's first.
         if queue and trace.on_gpu:
-            rest_ms = max(0.0, trace.step_windows[-1][1] - before)
+            rest_ms = waiting.outside((before, trace.step_windows[-1][1]))
             queue[0] = queue[0]._replace(host_ms=queue[0].host_ms + rest_ms)
         return cls(tuple(queue), trace.steps, statistics.median(gaps) if gaps else 0.0)
 

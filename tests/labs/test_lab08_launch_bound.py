@@ -98,12 +98,11 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
 
 
 def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):
-    step, run = studied[0], studied[0].run
-    measured = [10.0, 20.0, 40.0]
-    described = replace(run, samples={}, metrics={})
+    step, measured = studied[0], [10.0, 20.0, 40.0]
+    run = replace(step.run, samples={}, metrics={})
     for predicted, ends in (([11.0, 22.0, 44.0], (10, 10)), ([30.0, 20.0, 10.0], (-75, 200))):
-        lab08.describe(described, step.program, step.work, predicted, measured)
-        low, high = (described.metric(f"off_{end}_percent") for end in ("low", "high"))
+        lab08.describe(run, step.program, step.work, predicted, measured)
+        low, high = (run.metric(f"off_{end}_percent") for end in ("low", "high"))
         assert (low, high) == pytest.approx(ends)
 
 

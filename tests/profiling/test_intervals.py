@@ -38,10 +38,10 @@ def test_overlap_and_difference_split_a_set_in_two(first, second):
 
 @given(INTERVALS, ENDS, ENDS)
 def test_lookup_answers_as_the_plain_functions_do(intervals, moment, other):
-    time = union(intervals)
-    lookup = Lookup(time)
+    lookup = Lookup(time := union(intervals))
     found = lookup.index(moment)
     assert (found is not None) == (moment in cells(time))
     assert found is None or time[found][0] <= moment < time[found][1]
     stretch = (min(moment, other), max(moment, other))
     assert lookup.within(stretch) == overlap(time, union([stretch]))
+    assert lookup.outside((moment, other)) == len(cells([(moment, other)]) - cells(time))

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from labutils.profiling.intervals import Lookup, total, union
+from labutils.profiling.intervals import Lookup, union
 from labutils.profiling.products import dtype_of, masks_queries, operators_at, product_of
 from labutils.profiling.trace import Trace, Wait
 from labutils.tools.diagnose.step_queue import GRAPH_GAP_MS, PYTHON, READ, TO_DEVICE, Piece, Queue
@@ -48,7 +48,7 @@ def _gpu_pieces(trace: Trace) -> Iterator[Piece]:
     for (call, work, wait), operator in zip(launched, operators, strict=True):
         if loops_ms := _loops_own_ms(last, call.start, marked):
             yield Piece(PYTHON, 0.0, host_ms=loops_ms)
-        host_ms, last = _own_ms(last, call.end, not_own) - loops_ms, max(last, call.end)
+        host_ms, last = not_own.outside((last, call.end)) - loops_ms, max(last, call.end)
         # There are several kernels of a graph, or of one product in parts.
         for number, (kernel, kind, ms) in enumerate(work, 1):
             # What isn't known to fill a part of the GPU fills all of it.
@@ -60,7 +60,7 @@ def _gpu_pieces(trace: Trace) -> Iterator[Piece]:
             sizes = {"product": product, "dtype": dtype, "masks": masks_queries(operator)}
             phase = trace.phase_at(call.start)
             yield Piece(kind, ms, own_ms, gap_ms, phase, waits, fill=fill, **sizes)
-    yield Piece(PYTHON, 0.0, host_ms=_own_ms(last, host_end, not_own))
+    yield Piece(PYTHON, 0.0, host_ms=not_own.outside((last, host_end)))
 
 
 def _cpu_pieces(trace: Trace) -> Iterator[Piece]:
@@ -112,14 +112,9 @@ def queue_of(trace: Trace, data_ms: float = 0.0, log_ms: float = 0.0) -> Queue:
     return Queue(tuple(pieces), trace.steps, not trace.on_gpu)
 
 
-def _own_ms(start: float, end: float, not_own: Lookup) -> float:
-    """The host's own time in between; 0 where it ends before it starts."""
-    return end - start - total(not_own.within((start, end))) if end > start else 0.0
-
-
 def _loops_own_ms(start: float, end: float, marked: Lookup) -> float:
     """What of the host's time in between is the loop's own."""
-    ms = _own_ms(start, end, marked)
+    ms = marked.outside((start, end))
     return max(0.0, min(ms, 2 * (ms - PYTHON_MS)))
 
 
