@@ -369,6 +369,7 @@ def in_turns(steps, rounds=15):
     return {name: float(np.median(one)) for name, one in ms.items()}
 
 
+# %%
 def toy(width):
     """Forward through 24 layers; the host waits after every other."""
     layers = [nn.Linear(width, width).to(lab.device) for _ in range(24)]
@@ -494,6 +495,7 @@ def name_of(run):
     return ", ".join(words)
 
 
+# %%
 def study(family, way, delay_us=None):
     """Predict and measure one way to train a model, beside slower hosts as well."""
     described, found = lab08_launch_bound.tags_of(family, way), []
