@@ -342,8 +342,11 @@ def equals(claim: Claim, runs: Runs) -> Judgement:
     wanted, tolerance = how.get("values", claim.published), how.get("tolerance", 0.0)
     pairs = zip(values, wanted, strict=True)
     held = [abs(value - want) <= tolerance * abs(want) for value, want in pairs]
-    here = ", ".join("NaN" if math.isnan(value) else shown(value, digits=6) for value in values)
-    return Judgement(claim, _settle(held), here, "Counted, not timed.")
+    here = [
+        "NaN" if math.isnan(value) else shown(value, metric, digits=6)
+        for value, metric in zip(values, how["metrics"], strict=True)
+    ]
+    return Judgement(claim, _settle(held), ", ".join(here), "Counted, not timed.")
 
 
 def fails(claim: Claim, runs: Runs) -> Judgement:
@@ -403,7 +406,7 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
     known = {name: value for name, value in values.items() if value is not None}
     if not known:
         raise NotTestable(f"The run with {named(run.tags)} recorded no prediction of it.")
-    here = [f"{shown(value, how['readings'][name])} {name}" for name, value in known.items()]
+    here = [f"{shown(value, how['readings'][one], digits=3)} {one}" for one, value in known.items()]
     here = f"predicted: {', '.join(here)}"
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     low, high = 1 - how.get("margin", 0.0), 1 + how.get("margin", 0.0)
