@@ -33,7 +33,7 @@ from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Program, replayed_ms
 from labutils.recipe import Recipe, Unavailable
-from labutils.results.effects import RESAMPLES
+from labutils.results.effects import FEWEST_SAMPLES, RESAMPLES
 from labutils.results.records import Run, summarise
 from labutils.training import Trainer
 from labutils.training.benchmark import empty_run
@@ -173,17 +173,17 @@ def study(
 def in_turns(
     step: OnOneBatch, short: HostStep | None, rounds: int, delays: Sequence[float | None]
 ) -> dict[Any, list[float]]:
-    """Milliseconds of a step in so many rounds, there and back: beside a host that takes each of
-    these `delays` (microseconds an operation; None: the plain host), and those of the "short" one
-    beside the first of these hosts."""
+    """Milliseconds of a warm step in so many rounds, there and back: beside a host that takes each
+    of these `delays` (microseconds an operation; None: the plain host), and those of the "short"
+    one beside the first of these hosts."""
     turns = [("short", short.step, delays[0])] if short else []
     turns += [(delay, step, delay) for delay in delays]
     times: dict[Any, list[float]] = {name: [] for name, _, _ in turns}
-    for number in range(rounds + 1):
+    for number in range(rounds):
         for name, each, delay in turns[:: -1 if number % 2 else 1]:
             with nullcontext() if delay is None else SlowerHost(delay):
                 times[name] += each.timed(1)
-    return {name: ms[1:] for name, ms in times.items()}  # the first round warms up
+    return times
 
 
 def predict_and_measure(
@@ -198,26 +198,27 @@ def predict_and_measure(
 
     short: tells what a launch takes the host; without it, or where the GPU decides that step, a
     launch takes what the shortest call takes, which is too little. To the first host's launches the
-    others add their delays. traced: the same step, traced before.
+    others add their delays. traced: the same step, traced before. A trace is followed by one step
+    that nothing times.
     """
     workload, recipe = step.trainer.workload, step.trainer.recipe
     if traced is None:
-        steps, watts = step.warm_up(steps)
+        step.timed(0, warmup=3)
         trace = step.traced()
         program, lanes = Program.of(trace), trace.timeline()
         work = workload.work_of(recipe, step.batch)
         del trace
         gc.collect()  # a trace is a hundred thousand objects
+        step.timed(0, warmup=1)
     else:
-        program, work, lanes, watts = traced.program, traced.work, traced.lanes, None
-    times = in_turns(step, short, steps, delays)
+        program, work, lanes = traced.program, traced.work, traced.lanes
+    times = in_turns(step, short, max(steps, FEWEST_SAMPLES), delays)
     read = short and short.launch_ms(program, statistics.median(times["short"]))
     launch_ms = read or probe_machine("launch_us").median("launch_us") / 1e3
     operations = short.long_operations if short else 0
     for delay in delays:
         run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
         run.tags = tags if delay is None else tags | {"delay_us": delay}
-        run.metrics = {"power_w": watts} if watts else {}
         added_ms = (delay or 0.0) * operations / program.launches / 1e3
         if short:
             run.samples = {"short_ms": times["short"]}
@@ -228,7 +229,7 @@ def predict_and_measure(
             run.metrics["host_us"] = 1e3 * (read + added_ms)
             run.metrics["host_ms"] = (read + added_ms) * program.launches
         else:
-            predicted_ms = [replayed_ms(program, launch_ms, added_ms)] * steps
+            predicted_ms = [replayed_ms(program, launch_ms, added_ms)] * len(times[delay])
         describe(run, program, work, predicted_ms, times[delay])
         yield PredictedStep(run, program, launch_ms, work, lanes)
 

@@ -1,5 +1,4 @@
-"""What a GPU does over time, by its driver: utilisation, power, energy. Without a GPU, what the CPU
-does.
+"""What a GPU does over time, by its driver: utilisation, power. Without a GPU, what the CPU does.
 
 The course shows two figures:
 
@@ -140,42 +139,3 @@ class _CpuReader:
             except psutil.Error:  # a DataLoader worker that has ended
                 del self._processes[pid]
         return {"cpu": percent / 100 / self._cores}
-
-
-class Energy:
-    """`with Energy() as energy: ...` then `energy.joules`, `energy.seconds` and `energy.watts`.
-
-    NVIDIA's driver counts the energy that a card has used, in millijoules; Volta cards and later
-    have the counter. It is the card's: the host's processor and memory come on top. It moves in
-    steps of some tens of milliseconds, so watch for a second or more, and wait for the GPU before
-    the block ends. `joules` and `watts` are None where the driver doesn't say.
-    """
-
-    def __init__(self) -> None:
-        self._device = gpu_device()
-        self.joules: float | None = None
-        self.seconds = 0.0
-
-    def __enter__(self) -> Self:
-        self._began, self._before = time.perf_counter(), self._millijoules()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        after = self._millijoules()
-        self.seconds = time.perf_counter() - self._began
-        if self._before is not None and after is not None and after > self._before:
-            self.joules = (after - self._before) / 1e3
-
-    @property
-    def watts(self) -> float | None:
-        """Mean power over the block."""
-        return None if self.joules is None else self.joules / self.seconds
-
-    def _millijoules(self) -> int | None:
-        """What the GPU has used since its driver was loaded; None where the driver doesn't say."""
-        if self._device is None:
-            return None
-        from nvitop import libnvml
-
-        count = "nvmlDeviceGetTotalEnergyConsumption"
-        return libnvml.nvmlQuery(count, self._device.handle, default=None)
