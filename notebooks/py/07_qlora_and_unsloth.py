@@ -503,7 +503,7 @@ lab.verdict("A3.qlora.cause")
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
-# **Takeaway.** Bytes over the kernel's rate give what the format itself costs: here 17 of 56 ms. For the rest trace the step.
+# **Takeaway.** Bytes over the kernel's rate give the format's own cost: here 17 of 56 ms. Trace the rest.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
