@@ -83,7 +83,7 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
         answers = [one for one in twice if not one.unsteady] or shaky
     last = (answers or by_host)[-1]
     if len(newest := {one.verdict: one for one in answers}) > 1:
-        here = "; on another host ".join(f"{one.here}: {one.verdict}" for one in newest.values())
+        here = "; on another host ".join(f"{one.verdict} ({one.here})" for one in newest.values())
         why = f"{len(answers)} hosts; of each verdict the newest."
         last = replace(last, verdict=DIFFERS, here=here, why=why)
     return replace(last, theirs=theirs)

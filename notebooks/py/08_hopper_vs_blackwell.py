@@ -54,7 +54,6 @@ from labutils.course.lab import open_lab
 lab = open_lab("08", globals())
 
 # %%
-import math
 import os
 import time
 import warnings
@@ -236,14 +235,18 @@ def synchronize():
         torch.cuda.synchronize()
 
 
-def host_us(call, times=300):  # of short kernels: a full queue would make it wait
+def host_us(call, times=60, blocks=5):
+    """The median of 5 blocks. Each is short, as a full queue would make the host wait."""
     for _ in range(20):
         call()
-    synchronize()
-    began = time.perf_counter()
-    for _ in range(times):
-        call()
-    return 1e6 * (time.perf_counter() - began) / times
+    us = []
+    for _ in range(blocks):
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        us.append(1e6 * (time.perf_counter() - began) / times)
+    return float(np.median(us))
 
 
 # %%
@@ -254,14 +257,15 @@ class SlowHost(TorchDispatchMode):
 
     def __init__(self, delay_us=0.0):
         super().__init__()
-        self.delay_us, self.operations = delay_us, 0
+        self.delay_us, self.operations, self.delayed_ms = delay_us, 0, 0.0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if not operation.is_view and not operation.name().startswith(self.idle):
             self.operations += 1
-            until = time.perf_counter() + self.delay_us / 1e6
-            while time.perf_counter() < until:
-                pass
+            began = now = time.perf_counter()
+            while now < began + self.delay_us / 1e6:
+                now = time.perf_counter()
+            self.delayed_ms += 1e3 * (now - began)
         return operation(*args, **(kwargs or {}))
 
 
@@ -298,7 +302,7 @@ for name, call in calls.items():
 # slows kernels. But after a run it stays loaded, and launches stay slower. `TEARDOWN_CUPTI=1` makes it leave:
 
 # %%
-launch_us = {"before a trace": [host_us(number.neg_)]}
+launch_us = {"before a trace": [host_us(number.neg_) for _ in range(5)]}
 for leaves in ("0", "1") * 5:
     os.environ["TEARDOWN_CUPTI"] = leaves
     with torch.profiler.profile():
@@ -381,8 +385,9 @@ def kernels_ms(queue):
 
 
 def host_ms(step_ms, queue):
-    """The host's part of a step that it decides. A CPU is both: there operators are no host's."""
-    return step_ms if on_gpu else max(0.0, step_ms - kernels_ms(queue))
+    """The host's part of a step that it decides: without a kernel for each wait."""
+    waits = sum(waits for _, waits in queue)
+    return max(0.0, step_ms - waits / len(queue) * kernels_ms(queue))
 
 
 # %%
@@ -545,7 +550,7 @@ lab.show(loops, predictions, experiment="steps", **plain)
 
 # %%
 for name, step in studied.items():
-    if not step.run.has(**plain):
+    if not (on_gpu and step.run.has(**plain) and step.run.metric("host_us")):
         continue
     metrics = ("short_ms", "short_operations", "operations", "launches")
     short_ms, few, many, n = map(step.run.metric, metrics)
@@ -609,7 +614,7 @@ for way in (expert_loop, grouped):
     with SlowHost() as host:
         way(x, chosen)
     us = host_us(partial(way, x, chosen), 50)
-    print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs")
+    print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs of the host")
 
 # %% [markdown]
 # A *CUDA graph* records the launches of a function once, and gives them all to the GPU in one call.
@@ -623,7 +628,7 @@ with lab.attempt("A CUDA graph of grouped"):
         out = grouped(x, chosen)  # of expert_loop it would fail: the host can't wait in a graph
     graph.replay()
     torch.testing.assert_close(out, grouped(x, chosen))
-    print(f"grouped, captured, in one call: {host_us(graph.replay, 50):.0f} µs")
+    print(f"grouped, captured, in one call: {host_us(graph.replay, 50):.0f} µs of the host")
 
 # %% [markdown]
 # **Measurement.** gpt-oss in five ways:
@@ -715,7 +720,8 @@ with lab.attempt("Host and GPU, from traces"):
 # **Question.** Does a slower host lengthen a step by as much as the replay says? Where kernels decide, do they hide a small
 # delay?
 #
-# **Technique.** Section 3's dispatch mode with a delay, on a small network. A delay of 0 costs the *detour* through Python.
+# **Technique.** Section 3's dispatch mode makes each operation begin some µs later. The way through the mode takes time as well:
+# this *detour* is a delay of 0.
 
 # %%
 model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).to(lab.device)
@@ -727,11 +733,15 @@ def small_step():
     synchronize()
 
 
+small_step()  # makes the gradients
+with SlowHost() as host:
+    small_step()
+operations = host.operations
 plain_ms = host_us(small_step, 20) / 1e3
 for delay_us in (0, 20, 100):
     with SlowHost(delay_us) as host:
         ms = host_us(small_step, 20) / 1e3
-    delays_ms = host.operations / 40 * delay_us / 1e3  # 20 steps to warm up, 20 timed
+    delays_ms = host.delayed_ms / (host.operations / operations)
     print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
 
 # %% [markdown]
@@ -754,34 +764,15 @@ def slower_hosts(steps):
 
 read = {way: [s for s in steps if s.run.metric("host_us")] for way, steps in ways_studied.items()}
 curves = {way: slower_hosts(steps) for way, steps in read.items() if len(steps) == 4}
-fig, axes = plt.subplots(max(1, len(curves)), 1, figsize=(7.2, 6.2), squeeze=False)
-for ax, (way, (line, points)) in zip(axes.flat, curves.items(), strict=False):
+for way, (line, points) in curves.items():
+    fig, ax = plt.subplots(figsize=(7.2, 2.8))
     plots.model_and_points(ax, {way: line}, {way: points}, "extra host time for a launch, µs")
-plt.show()
-
+    plt.show()
 
 # %%
-def rises(runs):
-    """By how much a delay lengthens a step: medians over rounds, in which both took turns."""
-    of, rows = lambda run: (run.tags.get("variant", "loop"), run.tags["delay_us"]), []
-    beside = {of(run): run for run in runs}
-    for (way, delay), slow in beside.items():
-        if not delay or not (detour := beside.get((way, 0.0))):
-            continue
-        replayed, rise = (
-            np.subtract(slow.samples[name], detour.samples[name])
-            for name in ("predicted_ms", "step_ms")
-        )
-        delays_ms = slow.metric("operations") * delay / 1e3
-        row = {"a step's rise": f"moe, {way}", "delays, ms": delays_ms}
-        row |= {"by the replay, ms": np.median(replayed), "measured, ms": np.median(rise)}
-        rows.append(row | {"in each round, ms": f"{min(rise):,.0f} to {max(rise):,.0f}"})
-    return pd.DataFrame(rows)
-
-
 of = {"model": "moe", "delay_us": (0.0, slower_us)}
 slowed = [step.run for step in studied.values() if step.run.has(**of)]
-lab.show(slowed, rises, experiment="steps", **of)
+lab.show(slowed, predictions, experiment="steps", **of)
 
 # %% [markdown]
 # The expert loop's step rises at once. *Grouped*'s kernels hide most of the detour: 27 µs a launch, 237 ms in all, lengthen the
@@ -817,18 +808,22 @@ empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3
 with lab.attempt("Kernels by kind"):
     if not (on_gpu and here):
         raise Unavailable("kernels are scaled from a GPU with a data sheet")
-    step, kinds = studied["moe, loop"], []
-    flops_a_byte = step.work.flops / step.work.bytes
+    if not (step := studied.get("moe, loop")):
+        raise Unavailable("the loop over experts was not measured")
+    flops_a_byte, kinds = step.work.flops / step.work.bytes, {}
     for kind, (ms, _) in step.program.work.items():
-        row = {"kernels, times as fast": kind, "ms a step here": ms / step.program.steps}
-        for name in CARDS:
-            row[name] = times_as_fast(kind, find_spec(name), here, flops_a_byte)
+        by_card = {name: times_as_fast(kind, find_spec(name), here, flops_a_byte) for name in CARDS}
+        for name, ratio in by_card.items():
             course = step_model.scale(kind, find_spec(name), here, "bf16", flops_a_byte)
-            assert math.isclose(row[name], course)
-        kinds += [row] * (kind != "copy")
+            assert np.isclose(ratio, course)
+        alike = "products, attention" if kind in ("GEMM", "attention") else "all else"
+        if kind != "copy":
+            row = kinds.setdefault(alike, {"kernels, times as fast": alike, "ms a step here": 0.0})
+            row["ms a step here"] += ms / step.program.steps
+            row |= by_card
     on = lambda name: step.program.on(find_spec(name), here, "bf16", flops_a_byte, empty_ms)
     in_all = {name: on(name).kernel_ms for name in CARDS}
-    lab.table(pd.DataFrame(kinds))
+    lab.table(pd.DataFrame(kinds.values()))
     lab.table(pd.DataFrame([{"a step": "moe, loop: kernels, ms"} | in_all]))
 
 # %%
@@ -839,11 +834,10 @@ def on_card(step, name):
     return step_model.replayed_ms(program, step.launch_ms)
 
 
-cards = None
+cards, of = None, {"moe long": "moe, loop", "moe long, captured": "moe, captured"}
 with lab.attempt("Four cards", lambda: None, experiment="four cards"):
-    if not (on_gpu and here):
-        raise Unavailable("kernels are scaled from a GPU with a data sheet. Our H200's are below")
-    of = {"moe long": "moe, loop", "moe long, captured": "moe, captured"}
+    if not (on_gpu and here and {*of.values()} <= {*studied}):
+        raise Unavailable("it takes both steps, on a GPU with a data sheet. Our H200's are below")
     found = {
         f"{way}: {name}, ms": on_card(studied[of[way]], name) for way, name in product(of, CARDS)
     }
@@ -853,6 +847,7 @@ cards = cards or lab.reference(experiment="four cards")
 # %%
 times = lambda way: {name: cards.metric(f"{way}: {name}, ms") for name in CARDS}
 bars = {"moe, loop": times("moe long"), "moe, captured": times("moe long, captured")}
+lab.table(pd.DataFrame([{"a step, ms": way} | by_card for way, by_card in bars.items()]))
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
 plots.grouped(ax, bars, "ms a step of four long texts, predicted").margins(y=0.25)
 ax.set_xticks(range(len(CARDS)), [name.replace(" Blackwell", "\nBlackwell") for name in CARDS])
@@ -979,7 +974,7 @@ lab.verdict("A3.120b.attention-only")
 # **Takeaway.** Count parameters before you believe a size.
 
 # %% [markdown]
-# ## 11 · Why the workstation card wins
+# ## 11 · Can a host explain the article's order?
 #
 # **Question.** Can two clocks explain that the Blackwell card makes 1.3 times the H100's long examples on gpt-oss-120b?
 #
@@ -1018,20 +1013,19 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 
 # %%
 own = {name: step.run for name, step in studied.items() if step.run.metric("host_us")}
-own = {name: run for name, run in own.items() if run.metric("reached")}
-if not on_gpu or not here or lab.scale == "tiny":  # tiny kernels reach no peak
+if not on_gpu or lab.scale == "tiny":  # tiny kernels reach no peak
     own = {}
-basis = {
-    family: own.get(f"{family}, loop")
-    or lab.reference(experiment="steps", model=family, texts="long")
-    for family in names
-}
+basis = {}
+for family in names:
+    step = own.get(f"{family}, loop")
+    if not (step and step.metric("reached")):  # as without a data sheet
+        step = lab.reference(experiment="steps", model=family, texts="long")
+        print(f"{family}: our H200's step, as there is none of this machine's.")
+    basis[family] = step
 dense_size, moe_size = QWEN3[basis["dense"].scale], GPT_OSS[basis["moe"].scale]
 grown = {"dense": 64 / dense_size.layers}
 grown["moe"] = law(36, 128) / law(moe_size.layers, moe_size.experts)
 for family, step in basis.items():
-    if f"{family}, loop" not in own:
-        print(f"{family}: our H200's step, as there is none of this machine's.")
     print(f"{family}: kernels reach {step.metric('reached'):.0%} of the dense peak")
     K, n, c, waits = map(step.metric, ("kernels_ms", "launches", "host_us", "waits"))
     short = f"{short_form(K, n, c / 1e3, waits):,.0f} ms by the short form"
@@ -1066,12 +1060,17 @@ def both_cards(padded=False, host_us=None):
 
 
 # %%
-by_card, padded, us = both_cards(), both_cards(padded=True), basis["moe"].metric("host_us")
+by_card, padded = both_cards(), both_cards(padded=True)
 shown = {"article": "article's examples/h", "examples/h": "predicted"}
 lab.table(by_card.drop(columns="step, s").rename(columns=shown))
 win = lambda steps: np.divide(*steps["examples/h"].iloc[-2:])
-print(f"The Blackwell card makes {win(by_card):.2f} times the H100's long examples on gpt-oss;")
-print(f"    were texts padded, {win(padded):.2f} times.")
+print("On gpt-oss's long texts the Blackwell card makes as many times the H100's examples")
+print(f"    {win(by_card):.2f} (were texts padded {win(padded):.2f})")
+again = own.get("moe, loop, again")
+readings = [step.metric("host_us") for step in (basis["moe"], again) if step]
+us, *others = readings
+for each in others:
+    print(f"    {win(both_cards(host_us=each)):.2f} by the second reading, {each:.1f} µs a launch")
 
 # %% [markdown]
 # **The article's host.** On short texts its two cards tie on gpt-oss, 9,400 and 9,200, though their peaks are 2.25 times
@@ -1092,10 +1091,8 @@ rates = np.array([both_cards(host_us=each)["examples/h"].iloc[-2:] for each in m
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
 for at, (name, line) in enumerate(((BLACKWELL, "-"), (H100, "--"))):
     ax.plot(many_us, rates[:, at], line, color=f"C{at}", label=name)
-twice = ("moe, loop", "moe, loop, again")
-readings = [own[name].metric("host_us") for name in twice if name in own]
-host = "this host" if readings else "our H200's host"
-ax.vlines(readings or us, 0, rates.max(), "C2", label=host)
+host = "this host" if others else "our H200's host"
+ax.vlines(readings, 0, rates.max(), "C2", label=host)
 ax.vlines(theirs_us, 0, rates.max(), "grey", ":", label="the article's host")
 ax.set(xlabel="µs a launch", ylabel="gpt-oss-120b, long texts:\nexamples an hour, predicted")
 ax.set_ylim(bottom=0)
@@ -1103,7 +1100,7 @@ ax.legend()
 plt.show()
 
 # %%
-if {f"{family}, loop" for family in basis} <= {*own}:  # both are this machine's
+if all(own.get(f"{family}, loop") is step for family, step in basis.items()):
     counted = two_cards(padded) | two_cards(by_card, "_mean")
     lab.keep(Run("08", "two cards", metrics=counted, tags={"experiment": "model of two cards"}))
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")

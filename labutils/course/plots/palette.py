@@ -40,7 +40,7 @@ KIND_FILLS: dict[str, Fill] = {
     "attention": (RUST, "\\\\\\"),
     "convolution": (NAVY, ""),
     "GEMM": (MIST, "..."),
-    "thin GEMM": (MIST, ""),
+    "thin GEMM": (TEAL, "..."),
     "normalisation": (TEAL, ""),
     "elementwise": (AMBER, "///"),
     "casts and layout": (ROSE, ""),
