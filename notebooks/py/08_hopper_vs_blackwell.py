@@ -733,16 +733,20 @@ def small_step():
     synchronize()
 
 
+def beside(delay_us):
+    def step():
+        with SlowHost(delay_us) as host:
+            small_step()
+        delays_ms[delay_us] = host.delayed_ms
+
+    return step
+
+
 small_step()  # makes the gradients
-with SlowHost() as host:
-    small_step()
-operations = host.operations
-plain_ms = host_us(small_step, 20) / 1e3
-for delay_us in (0, 20, 100):
-    with SlowHost(delay_us) as host:
-        ms = host_us(small_step, 20) / 1e3
-    delays_ms = host.delayed_ms / (host.operations / operations)
-    print(f"delay {delay_us} µs: {plain_ms:.2f} → {ms:.2f} ms, of which delays {delays_ms:.2f} ms")
+delays_ms, delays = {}, (0, 20, 100)
+ms = in_turns({None: small_step} | {us: beside(us) for us in delays})
+for us in delays:
+    print(f"delay {us} µs: {ms[None]:.2f} → {ms[us]:.2f} ms, of which delays {delays_ms[us]:.2f} ms")
 
 # %% [markdown]
 # The detour costs 5.2 ms; beyond it delays of 3 and 15 ms add 3.1 and 18.4.
@@ -811,7 +815,7 @@ with lab.attempt("Kernels by kind"):
     if not (step := studied.get("moe, loop")):
         raise Unavailable("the loop over experts was not measured")
     flops_a_byte, kinds = step.work.flops / step.work.bytes, {}
-    for kind, (ms, _) in step.program.work.items():
+    for kind, (ms, _) in sorted(step.program.work.items()):
         by_card = {name: times_as_fast(kind, find_spec(name), here, flops_a_byte) for name in CARDS}
         for name, ratio in by_card.items():
             course = step_model.scale(kind, find_spec(name), here, "bf16", flops_a_byte)
