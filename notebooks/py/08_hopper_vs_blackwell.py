@@ -746,7 +746,7 @@ small_step()  # makes the gradients
 delays_ms, delays = {}, (0, 20, 100)
 ms = in_turns({None: small_step} | {us: beside(us) for us in delays})
 for us in delays:
-    print(f"delay {us} µs: {ms[None]:.2f} → {ms[us]:.2f} ms, of which delays {delays_ms[us]:.2f} ms")
+    print(f"delay {us} µs: {ms[None]:.2f} → {ms[us]:.2f} ms, delays {delays_ms[us]:.2f} ms")
 
 # %% [markdown]
 # The detour costs 5.2 ms; beyond it delays of 3 and 15 ms add 3.1 and 18.4.
