@@ -20,7 +20,7 @@
 #
 # Article A3 trains two models on two cards. On the dense Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins on long texts, at a third of the price. The
-# H100 was idle: its *host*, the CPU that hands out the work, could not launch kernels fast enough.
+# article blames the H100's *host*, the CPU that hands out the work: it launched kernels too slowly.
 #
 # You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 8 % of a toy and a
 # small Qwen3. The course's version came within 11 % of real models' median steps, with intervals up to 31 %; beside another host
@@ -289,7 +289,7 @@ for name, call in calls.items():
     print(f"{name}: {mine.operations} operations, {each:.1f} µs each")
 
 # %% [markdown]
-# **Takeaway.** An operation takes the host 6 to 43 µs beside our H200. Its speed drifts: compare only what takes turns.
+# **Takeaway.** An operation takes the host 6 to 43 µs beside our H200. So $c$ belongs to a program, and drifts with the host.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -311,8 +311,8 @@ for when, us in launch_us.items():
     print(f"{when:>18}: {np.median(us):.1f} µs a launch ({min(us):.1f} to {max(us):.1f})")
 
 # %% [markdown]
-# **A toy.** A thin network's step is decided by the host: its time over its launches is $c$. Wider ones are predicted, and timed
-# in turns with it. On a CPU $c$ means nothing.
+# **A toy.** A thin network's step is decided by the host: its time over its launches is $c$, synchronising included. Wider ones
+# are predicted. On a CPU $c$ means nothing.
 
 
 # %%
@@ -459,7 +459,8 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# Up to 1,024 tokens the host decides, at 2,048 the kernels. Both replay and larger sum came within 5 %: the step hardly waits.
+# Up to 1,024 tokens the host decides, at 2,048 the kernels. The replay came within 5 %, the larger sum as well: the step hardly
+# waits.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -562,13 +563,13 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# In the dense model kernels decide: 371 ms against 279 of launches. 12,000 gaps of 1.15 µs make it 385, Python before some
-# launches 402. The step takes 407.
+# In the dense model kernels decide: 371 ms against 279 of launches. 12,000 gaps add 14 ms, Python that leaves the queue empty
+# 17: that makes 402. The step takes 407.
 #
 # The expert loop goes by the *host*: launches take 1.13 s, kernels 0.49. The GPU is idle for 61 % of the step.
 #
-# *Again*, after slowed steps, $c$ read 23.2 in place of 18.9 µs, and the step took 8 % longer. In all five records of this
-# replay the second prediction errs higher; why is open.
+# *Again*, after slowed steps, $c$ read 23.2 in place of 18.9 µs, and the step took 8 % longer. In all five records the second
+# prediction errs higher; why is open.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -577,8 +578,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 #
 # **Question.** How can a few launches compute all experts, without a wait?
 #
-# **Technique.** Sort the tokens by expert. Each expert's tokens lie side by side then, and one *grouped* product multiplies
-# every stretch with its own matrix.
+# **Technique.** Sort the tokens by expert: one *grouped* product then multiplies every stretch with its expert's matrix.
 
 # %%
 torch.manual_seed(0)
@@ -637,8 +637,6 @@ with lab.attempt("A CUDA graph of grouped"):
 # - *captured*: that in one CUDA graph;
 # - *compiled*: captured, with compiled blocks and a loss that never forms all logits.
 #
-# The *floor* is the least time at this card's measured rates.
-#
 # **Your prediction:** how many times as fast as the loop is *grouped*?
 
 # %%
@@ -672,11 +670,12 @@ lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 2.7 times as fast, in our five records 2.7 to 3.5.
-# Launches then take 223 ms, kernels 439: the GPU decides. *Rewritten* and *compiled* shorten kernels. *Rewritten*'s clocks take
-# as long, 231 and 235 ms, and its step 281. The graph helps by 19 %, in other records by 3 to 7.
+# Launches then take 223 ms, kernels 439: the GPU decides. *Rewritten* and *compiled* shorten kernels. *Rewritten*'s clocks tie,
+# 231 and 235 ms: there the replay errs most, 249 for 281. The graph helps by 19 %, in other records by 3 to 7. *Compiled* still
+# takes 2.2 times the *floor*, the least time at this card's measured rates.
 #
-# Two typical milliseconds of three steps. Tracing slows the host: even the dense step looks as if the host decided. White in the
-# host's row is Python. A graph is one call.
+# Two typical milliseconds of three steps. Tracing slows the host: the dense GPU looks idle, and is busy for 91 % untraced. White
+# in the host's row is Python. A graph is one call.
 
 
 # %%
@@ -749,10 +748,10 @@ for us in delays:
     print(f"delay {us} µs: {ms[None]:.2f} → {ms[us]:.2f} ms, delays {delays_ms[us]:.2f} ms")
 
 # %% [markdown]
-# The detour costs 5.7 ms. Beyond it delays of 3 and 15 ms add 4.0 and 18.8, a quarter more.
+# The detour costs 5.7 ms. Beyond it delays of 3 and 15 ms add 4.0 and 18.8, a quarter to a third more.
 #
-# **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs. Short steps give $c$. Pale
-# bars: 10th to 90th percentile.
+# **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs. Short steps, slowed
+# alike, give $c$. Pale bars: 10th to 90th percentile.
 
 
 # %%
@@ -791,10 +790,10 @@ lab.show(slowed, predictions, experiment="steps", **of)
 # %% [markdown]
 # ## 8 · Four cards with this host
 #
-# **Question.** How long would the same step take on other cards, each with this machine's host?
+# **Question.** How long would the step take on other cards, beside this host?
 #
 # **Technique.** Scale each kernel by what bounds it. Products and attention take the longer of their arithmetic and their memory
-# traffic, the *roofline*. LoRA's thin products and all else go by bandwidth.
+# traffic, the *roofline*. LoRA's thin products and all else go by bandwidth. An empty kernel's time stays.
 
 
 # %%
@@ -866,11 +865,12 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Captured, cards are up to 4.5 times apart. In the loop, 1.4 times: on the Blackwell card kernels and launches take about as
-# long, elsewhere the host decides. It is 0.81 times as fast as the H100 in the loop, 0.51 captured. At a third of the price that
-# is 2.4 and 1.5 times the steps for the money.
+# In the loop cards are 1.4 times apart. On the Blackwell card launches take 1,126 ms and kernels 1,195. From wait to wait now
+# one decides, now the other, so that the step takes 1,620. Elsewhere the host decides. Captured, cards are up to 4.5 times
+# apart. But *captured* needs section 6's kernel, which the Blackwell card lacks: its bar there is hypothetical.
 #
-# Crosses test only the replay; scaling is untested. *Captured* takes section 6's kernel, which that card lacks.
+# The Blackwell card is 0.81 times as fast as the H100 in the loop, 0.51 captured. At a third of the price that is 2.4 and 1.5
+# times the steps for the money.
 #
 # **Takeaway.** Remove the launches, then compare cards.
 
@@ -960,7 +960,7 @@ lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, 
 lab.verdict("A3.120b.weights")
 
 # %% [markdown]
-# **What gets adapters in gpt-oss?** The article asked for all seven projections and got attention alone. Ask PEFT:
+# **What gets adapters in gpt-oss?** The article got attention alone. Ask PEFT:
 
 # %%
 asked = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -977,15 +977,13 @@ lab.verdict("A3.120b.attention-only")
 # PEFT looks for modules. The matrices of a layer's experts are two parameters. bitsandbytes skips them, too, and leaves them
 # in 16 bits: 229 GB.
 #
-# **Takeaway.** Count parameters before you believe a size.
+# **Takeaway.** Count parameters first.
 
 # %% [markdown]
 # ## 11 · Can a host explain the article's order?
 #
 # **Question.** On gpt-oss-120b the article's Blackwell card makes 7,300 long examples an hour, its H100 5,200. Can two clocks
 # explain that?
-#
-# **Technique.** Predict both counts beside our host. Then ask which host the article had.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give
 # the three numbers, a fourth tests them.
@@ -1146,7 +1144,7 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# Kernels come out 11 and 30 % too long. So of the 1.46 by which Qwen3-32B beats the model, up to 1.3 may be the model's.
+# Kernels come out 11 and 30 % too long. So the article's count on Qwen3-32B, 1.46 times ours, may be up to 1.3 times our error.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
@@ -1189,8 +1187,7 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Checkpointed, a batch of 4 fits; otherwise it doesn't. The 120b's rows assume experts in
-# 4 bits.
+# Only checkpointed a batch of 4 fits. The 120b's rows have experts in 4 bits, which bitsandbytes won't do.
 
 # %% [markdown]
 # ## Exercises
