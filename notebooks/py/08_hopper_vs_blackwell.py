@@ -712,7 +712,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# **Takeaway.** First fewer launches, here 3 times as fast. Then shorter kernels, 3 times again.
+# **Takeaway.** First fewer launches: 3 times as fast. Then shorter kernels: 3 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -926,8 +926,8 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
     print(f"{name}, {length} tokens: at most {most[name, length]:,.0f} an hour")
 
 # %% [markdown]
-# Padded, 9,200 would be at least 96 % of the H100's peak. Without checkpointing 32 such texts fit no card (section 12). So the
-# texts were probably not padded.
+# Padded, 9,200 would be at least 96 % of the H100's peak. Without checkpointing 32 such texts fit no card (section 12). So
+# they were probably not padded.
 #
 # **Takeaway.** No count beats peak over work.
 
@@ -986,7 +986,7 @@ lab.verdict("A3.120b.attention-only")
 # explain that?
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give
-# the three numbers, a fourth tests them.
+# them, a fourth is a test.
 
 
 # %%
@@ -1012,11 +1012,11 @@ print(f"L = 2, E = 16: counted {operations(2, 16)}, by this law {law(2, 16):.0f}
 
 # %% [markdown]
 # **The prediction** assumes
-# - the share of the dense peak that section 5's steps reach, 29 and 10 %, on both cards: kernels are 2.25 times as long on the
-#   Blackwell card (by section 8's rule, 1.84);
+# - section 5's share of the dense peak, 29 and 10 %, on both cards: kernels are 2.25 times as long on the Blackwell card. By
+#   section 8's rule it is 1.84, but in wider models products weigh more;
 # - launches by the law, and half more for checkpointing; none that unpack 4 bits;
 # - section 5's $c$ and share of waits, the same host for both cards;
-# - batches of 32 texts of the mean length. Of gpt-oss's long ones the H100 holds 16, as in the article.
+# - batches of 32 texts of the mean length. Of gpt-oss's long ones the H100 holds 16, as the article's.
 
 # %%
 own = {name: step.run for name, step in studied.items() if step.run.metric("host_us")}
