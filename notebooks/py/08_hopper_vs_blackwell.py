@@ -872,7 +872,7 @@ plt.show()
 # The Blackwell card is 0.81 times as fast as the H100 in the loop, 0.51 captured. At a third of the price that is 2.4 and 1.5
 # times the steps for the money.
 #
-# **Takeaway.** Remove the launches, then compare cards.
+# **Takeaway.** Remove launches, then compare cards.
 
 # %% [markdown]
 # ## 9 · The article's own counts
