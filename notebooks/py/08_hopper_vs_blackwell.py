@@ -221,7 +221,7 @@ plt.show()
 # %% [markdown]
 # ## 3 · What a launch takes
 #
-# **Question.** How long is $c$ on your machine?
+# **Question.** How long does an operation take your host?
 #
 # **Technique.** Read the clock before you synchronise: that is the host's time. PyTorch splits a call into *operations*. Most
 # launch one kernel, some several, some none. Count them in a *dispatch mode*: PyTorch hands it each operation first.
@@ -289,7 +289,7 @@ for name, call in calls.items():
     print(f"{name}: {mine.operations} operations, {each:.1f} µs each")
 
 # %% [markdown]
-# **Takeaway.** An operation takes the host 6 to 43 µs beside our H200. So $c$ belongs to a program, and drifts with the host.
+# **Takeaway.** An operation takes the host 6 µs bare, 43 with autograd, beside our H200. Its speed drifts: time in turns.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -563,13 +563,13 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# In the dense model kernels decide: 371 ms against 279 of launches. 12,000 gaps add 14 ms, Python that leaves the queue empty
+# In the dense model kernels take 371 ms, launches 279. 12,000 gaps add 14 ms, Python that leaves the queue empty
 # 17: that makes 402. The step takes 407.
 #
-# The expert loop goes by the *host*: launches take 1.13 s, kernels 0.49. The GPU is idle for 61 % of the step.
+# The expert loop goes by the *host*: launches take 1.13 s, kernels 0.49. The GPU is idle for 61 %.
 #
 # *Again*, after slowed steps, $c$ read 23.2 in place of 18.9 µs, and the step took 8 % longer. In all five records the second
-# prediction errs higher; why is open.
+# prediction errs higher; why is open. Brackets: 95 % intervals.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -671,7 +671,7 @@ lab.show(ways, speeds, experiment="steps", **of)
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 2.7 times as fast, in our five records 2.7 to 3.5.
 # Launches then take 223 ms, kernels 439: the GPU decides. *Rewritten* and *compiled* shorten kernels. *Rewritten*'s clocks tie,
-# 231 and 235 ms: there the replay errs most, 249 for 281. The graph helps by 19 %, in other records by 3 to 7. *Compiled* still
+# 231 and 235 ms: there the replay errs most, 249 for 281. The graph helps by 19 %, elsewhere by 3 to 7. *Compiled*
 # takes 2.2 times the *floor*, the least time at this card's measured rates.
 #
 # Two typical milliseconds of three steps. Tracing slows the host: the dense GPU looks idle, and is busy for 91 % untraced. White
@@ -712,7 +712,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# **Takeaway.** First fewer launches: 3 times as fast. Then shorter kernels: 3 times again.
+# **Takeaway.** First fewer launches: 3 times as fast. Then shorter kernels and a graph: 3 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -751,7 +751,7 @@ for us in delays:
 # The detour costs 5.7 ms. Beyond it delays of 3 and 15 ms add 4.0 and 18.8, a quarter to a third more.
 #
 # **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs. Short steps, slowed
-# alike, give $c$. Pale bars: 10th to 90th percentile.
+# alike, give $c$. Bars: p10 to p90.
 
 
 # %%
@@ -779,7 +779,7 @@ slowed = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(slowed, predictions, experiment="steps", **of)
 
 # %% [markdown]
-# The expert loop's step rises at once. *Grouped*'s kernels hide the detour: its launches grow from 223 to 413 ms, its step from
+# A launch pays 24 µs of detour, 23 of delay. *Grouped*'s kernels hide the detour: its launches grow from 223 to 413 ms, its step from
 # 470 to 481.
 #
 # By 30 µs of delay the steps rise by 1,433 and 162 ms, by the replay 1,326 and 139. In our five records the loop rises by 21 %
@@ -866,11 +866,11 @@ plt.show()
 
 # %% [markdown]
 # In the loop cards are 1.4 times apart. On the Blackwell card launches take 1,126 ms and kernels 1,195. From wait to wait now
-# one decides, now the other, so that the step takes 1,620. Elsewhere the host decides. Captured, cards are up to 4.5 times
-# apart. But *captured* needs section 6's kernel, which the Blackwell card lacks: its bar there is hypothetical.
+# one decides, now the other, and the step takes 1,620. Elsewhere the host decides. Captured, cards are up to 4.5 times
+# apart. But *captured* needs section 6's kernel, which the Blackwell card lacks: a hypothetical bar.
 #
-# The Blackwell card is 0.81 times as fast as the H100 in the loop, 0.51 captured. At a third of the price that is 2.4 and 1.5
-# times the steps for the money.
+# At equal batches the Blackwell card is 0.81 times as fast as the H100 in the loop, 0.51 captured. At a third of the price that
+# is 2.4 and 1.5 times the steps for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -907,7 +907,7 @@ for family, size in {"dense": QWEN3_32B, "moe": GPT_OSS_120B}.items():
 # The article's H100 makes 9,200 long examples an hour on Qwen3-32B, in batches of 32. They have 861 tokens on average; padded to
 # the longest of 32, about 2,045.
 #
-# **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, at its dense peak?
+# **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on, checkpointed, at its dense peak?
 
 # %%
 my_most: float | None = None  # for example 5000
@@ -929,7 +929,7 @@ for name, length in product((BLACKWELL, H100), (2045, 861)):
 # Padded, 9,200 would be at least 96 % of the H100's peak. Without checkpointing 32 such texts fit no card (section 12). So
 # they were probably not padded.
 #
-# **Takeaway.** No count beats peak over work.
+# **Takeaway.** No card makes more than its peak over the work.
 
 # %% [markdown]
 # ## 10 · Does it fit?
@@ -1113,14 +1113,13 @@ if all(own.get(f"{family}, loop") is step for family, step in basis.items()):
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# **Result.** Counts come out at 0.68 to 1.86 times the article's: poor.
+# **Result.** A host *can* explain the order; that it did isn't shown. Counts come out at 0.68 to 1.86 times the article's: poor.
 #
 # By our two readings of $c$ the Blackwell card makes 1.00 and 1.21 times the H100's count; the verdict uses the first. Right of
 # 19 µs a launch the host holds the H100 back, and the Blackwell card wins.
 #
 # Beside a host of 25 µs the factor is 1.30. The article's text says 1.3, its counts 1.40. But $c$ is fitted to the article,
-# both counts are 14 to 20 % too low, and the short form is 9 % short of our steps. So a host *can* explain the order; that it
-# did isn't shown.
+# both counts are 14 to 20 % too low, and the short form is 9 % short of our steps.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
 
@@ -1144,7 +1143,7 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# Kernels come out 11 and 30 % too long. So the article's count on Qwen3-32B, 1.46 times ours, may be up to 1.3 times our error.
+# Kernels come out 11 and 30 % too long. So of the article's 1.46 times our count, 1.3 may be our error.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
@@ -1187,7 +1186,7 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Only checkpointed a batch of 4 fits. The 120b's rows have experts in 4 bits, which bitsandbytes won't do.
+# **Takeaway.** Only checkpointed a batch of 4 fits. The 120b's rows have experts in 4 bits, which bitsandbytes won't do.
 
 # %% [markdown]
 # ## Exercises
