@@ -17,9 +17,7 @@ from labutils.recipe import SCALES
 KINDS = {"str": str, "int": int, "float": float, "bool": bool}
 CHOICES = {"scale": ("auto", *SCALES), "weights": ("random", "hub"), "data": ("generated", "hub")}
 LEAST = dict.fromkeys(("steps", "rounds", "ranks"), 0)
-"""Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab, or
-says unknown.
-"""
+"""Parameter's name -> the least that it takes, in whichever lab: 0 leaves the number to the lab."""
 EXAMPLES = {
     "str": "words",
     "int": "a whole number, e.g. 4",

@@ -107,7 +107,7 @@ def test_a_full_queue_and_a_wait_are_none_of_the_hosts_work():
     assert [launch.host_ms for launch in queue] == pytest.approx([0.063, 0.02, 0.01, 0.012])
 
 
-def test_kernels_that_wait_in_the_queue_have_a_gap_the_median():
+def test_the_gap_is_the_median_between_kernels_that_wait_in_the_queue():
     calls = [(10 * at, 10 * at + 5) for at in range(5)]
     queued = Program.of(Trace(launches(*calls, kernel_us=100, gaps_us=(50, 1, 9, 2, 2))))
     assert (queued.gap_ms, replayed_ms(queued, 0.001)) == pytest.approx((0.002, 0.51))
