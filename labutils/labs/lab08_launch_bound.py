@@ -27,9 +27,7 @@ import numpy as np
 
 from labutils.labs.ladders import A3_BASE
 from labutils.profiling import step_model
-from labutils.profiling.gpu_specs import spec_of
 from labutils.profiling.host_delay import SlowerHost
-from labutils.profiling.machine import machine_facts
 from labutils.profiling.measured_rates import measured_roofline, probe_machine
 from labutils.profiling.step_model import Program, replayed_ms
 from labutils.recipe import Recipe, Unavailable
@@ -147,9 +145,9 @@ def study(
     """Build one trainer, and predict and measure its step on typical "long" texts of `texts`. The
     "short" ones tell what a launch takes the host. Each step comes as soon as it is measured.
 
-    With `delay_us` the step is measured beside a slower host as well: one that takes the detour
-    through a dispatch mode, and one that waits in it for so long before each operation. After that
-    it is measured once more as it was: what that differs by is noise. A captured step has one size,
+    With `delay_us` the step is measured once more as it is: what that differs by is noise. Then it
+    is measured beside slower hosts: one that takes the detour through a dispatch mode, and one that
+    waits in it for so long before each operation. A captured step has one size,
     so that no other tells about the host. Raises `Unavailable` for one without a GPU.
     """
     recipe = variants(family)[way]
@@ -166,8 +164,8 @@ def study(
         yield plain
         if delay_us is not None:
             delays, again = (0.0, delay_us), tags | {"again": True}
-            yield from predict_and_measure(tags, step, short, FEWER_STEPS, plain, delays)
             yield from predict_and_measure(again, step, short, FEWER_STEPS, plain)
+            yield from predict_and_measure(tags, step, short, FEWER_STEPS, plain, delays)
 
 
 def in_turns(
@@ -238,20 +236,18 @@ def describe(
     run: Run, program: Program, work: Work, predicted_ms: list[float], step_ms: list[float]
 ) -> None:
     """Put into `run` what was predicted and measured in each round, and what that says. By how much
-    the median prediction is off the median step has a 95 % interval from rounds drawn anew.
-    `reached`: the share of the data sheet's roofline that the step's FLOPs reach while kernels
-    run."""
+    the median prediction is off the median step has a 95 % interval from rounds drawn anew."""
     run.samples |= {"predicted_ms": predicted_ms, "step_ms": step_ms}
     run.metrics |= {name: summarise(values) for name, values in run.samples.items()}
     drawn = np.random.default_rng(0).integers(0, len(step_ms), (RESAMPLES, len(step_ms)))
     predicted, measured = (np.median(np.array(ms)[drawn], axis=1) for ms in (predicted_ms, step_ms))
     low, high = np.quantile(100 * (predicted / measured - 1), (0.025, 0.975)).tolist()
-    precision = run.recipe["precision"]
     run.metrics |= {
         "off_by_percent": 100 * (run.metric("predicted_ms") / run.metric("step_ms") - 1),
         "off_low_percent": low,
         "off_high_percent": high,
-        "floor_ms": measured_roofline(precision).floor_ms(work.flops, work.bytes),
+        "flops_per_step": work.flops,
+        "floor_ms": measured_roofline(run.recipe["precision"]).floor_ms(work.flops, work.bytes),
         "launches": program.launches,
         "waits": program.waits,
         "kernels_ms": program.kernel_ms,
@@ -259,6 +255,3 @@ def describe(
     if not program.takes_turns:
         busy = min(1.0, program.kernel_ms / run.metric("step_ms"))
         run.metrics |= {"gpu_busy_share": busy, "idle_share": 1 - busy}
-    if (card := spec_of(machine_facts())) and precision in card.dense:
-        rate = step_model.attainable(card, precision, work.flops / work.bytes)
-        run.metrics["reached"] = work.flops / program.kernel_ms / 1e9 / rate

@@ -87,14 +87,14 @@ def studied():
 
 
 def test_a_slower_host_slows_the_step_by_its_delays(studied):
-    quick, slow = (step.run for step in studied[1:3])
+    quick, slow = (step.run for step in studied[2:4])
     assert (quick.tags["delay_us"], slow.tags["delay_us"]) == (0, 100)
     added_ms = 0.1 * slow.metric("operations")
     assert slow.metric("host_ms") - quick.metric("host_ms") == pytest.approx(added_ms)
     predicted = zip(quick.samples["predicted_ms"], slow.samples["predicted_ms"], strict=True)
     assert [two - one for one, two in predicted] == pytest.approx([added_ms] * lab08.FEWER_STEPS)
     assert slow.metric("step_ms") - quick.metric("step_ms") > 0.5 * added_ms > 2.5
-    assert studied[2].program is studied[0].program
+    assert studied[3].program is studied[0].program
 
 
 def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):
@@ -107,7 +107,7 @@ def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):
 
 
 def test_a_study_predicts_shows_and_repeats(studied):
-    long, again = studied[0], studied[-1].run
+    long, again = studied[0], studied[1].run
     assert long.run.has(model="moe", texts="long", variant=False)
     low, off, high = (long.run.metric(f"off_{end}_percent") for end in ("low", "by", "high"))
     assert -100 < low <= off <= high < 100
