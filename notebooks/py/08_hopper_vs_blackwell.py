@@ -326,11 +326,9 @@ def queue_of(profiler):
     """[kernel's ms, whether the host then waits] of each operation that launches, in order."""
     queue = []
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
-        k = sum(kernel.duration for kernel in event.kernels) / 1e3
-        if not on_gpu and event.name.startswith("aten::"):
-            k = event.self_cpu_time_total / 1e3
-        if k:
-            queue.append([k, not on_gpu])
+        us = event.self_cpu_time_total if not on_gpu else sum(k.duration for k in event.kernels)
+        if us and event.name.startswith("aten::"):  # the profiler's own events have kernels, too
+            queue.append([us / 1e3, not on_gpu])
         elif queue and "Synchronize" in event.name:
             queue[-1][1] = True
     return queue
@@ -870,6 +868,20 @@ rows = [
     for what in ("kernels", "step")
 ]
 lab.table(pd.DataFrame(rows))
+
+# %%
+elsewhere = {}
+long = {"experiment": "steps", "texts": "long", "delay_us": False, "again": False}
+for run in records.reference_runs("08").select(**long, model=tuple(names)):
+    if (card := spec_of(run.machine)) and card.name in CARDS and run.metric("kernels_ms"):
+        elsewhere[name_of(run), card.name] = run.metric("kernels_ms")
+for (name, card), ms in elsewhere.items():
+    if name in on_cards and card != spec_of(on_cards[name].machine).name:
+        predicted = on_each(name, "kernels")[card]
+        print(f"{name}: kernels on {card}: predicted {predicted:.0f} ms, measured {ms:.0f},")
+        print(f"    off by {predicted / ms - 1:+.0%}")
+
+# %%
 bars = {name: on_each(name, "step") for name in ("moe, loop", "moe, captured")}
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
 plots.grouped(ax, bars, "ms a step of four long texts, predicted").margins(y=0.25)
