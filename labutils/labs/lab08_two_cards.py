@@ -9,8 +9,8 @@ BLACKWELL, H100 = "RTX PRO 6000 Blackwell Max-Q", "H100 SXM5"
 
 
 def two_cards(steps: pd.DataFrame, end: str = "") -> dict[str, float]:
-    """What article A3's claims about its two cards are judged by, under one reading of its
-    batches, whose name is the `end` of every metric's.
+    """What article A3's claims about its two cards are judged by, under one reading of batches and
+    host, whose name is the `end` of every metric's.
 
     steps: a row for each "model" ("dense", "moe"), "texts" ("short", "long") and "card", with
     "kernels, s" and "step, s", and "examples/h" of the model and of the "article". `.._off` is by

@@ -398,25 +398,26 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
     """The model's numbers, one for each of `readings` of what it assumes, agree with the article.
 
     They agree from `min` to `max`, with the share `margin` by which the model may be off. Readings
-    that differ, or that the run lacks, leave it to the `assumption`. So does a published number
-    beyond `fastest`, the most that the data sheets allow under the assumption.
+    that differ leave it to the `assumption`. So does a published number beyond `fastest`, the most
+    that the data sheets allow under the assumption. A run without a reading is of an older model.
     """
     run, how = _run(claim, runs), claim.how
     values = {name: number(run.metrics.get(metric)) for name, metric in how["readings"].items()}
-    known = {name: value for name, value in values.items() if value is not None}
-    if not known:
-        raise NotTestable(f"The run with {named(run.tags)} recorded no prediction of it.")
-    here = [f"{shown(value, how['readings'][one], digits=3)} {one}" for one, value in known.items()]
+    if lacks := [name for name, value in values.items() if value is None]:
+        raise NotTestable(f"The run with {named(run.tags)} recorded no number {lacks[0]}.")
+    here = [
+        f"{shown(value, how['readings'][one], digits=3)} {one}" for one, value in values.items()
+    ]
     here = f"predicted: {', '.join(here)}"
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     low, high = 1 - how.get("margin", 0.0), 1 + how.get("margin", 0.0)
-    held = {_inside(low * value, high * value, least, most) for value in known.values()}
+    held = {_inside(low * value, high * value, least, most) for value in values.values()}
     assumption = how.get("assumption", "")
     bounds = zip(claim.published, how.get("fastest", ()), strict=False)
     if beaten := [f"{number:g} against {bound:g}" for number, bound in bounds if number > bound]:
         why = f"A published number beats our bound ({beaten[0]}). Then it is wrong {assumption}."
         return Judgement(claim, INCONCLUSIVE, here, why)
-    if len(known) < len(values) or len(held) > 1:
+    if len(held) > 1:
         return Judgement(claim, INCONCLUSIVE, here, f"It hangs on one assumption: {assumption}.")
     verdict = {True: AGREES, False: DISAGREES, None: INCONCLUSIVE}[held.pop()]
     return Judgement(claim, verdict, here, f"Published: {claim.published_text}.")

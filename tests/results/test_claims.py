@@ -308,6 +308,7 @@ def test_contains_an_item_or_is_one():
         ({"min": 2.5, "margin": 0.2}, {"a": 2.25, "b": 2.25}, INCONCLUSIVE),
         ({"min": 2, "fastest": [4000, 8622]}, {"a": 2.5, "b": 2.5}, INCONCLUSIVE),
         ({"min": 2, "fastest": [4000, 9900]}, {"a": 2.5, "b": 2.5}, AGREES),
+        ({"min": 2}, {"a": 2.5}, NOT_TESTABLE),
     ],
 )
 def test_predictions_agree_under_each_reading_or_hang_on_it(how, metrics, verdict):
