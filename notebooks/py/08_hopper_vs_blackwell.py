@@ -295,7 +295,7 @@ for name, call in calls.items():
     print(f"{name}: {mine.operations} operations, {each:.1f} µs each")
 
 # %% [markdown]
-# **Takeaway.** An operation takes the host 5 µs bare, 28 with autograd, beside our H200. Its speed drifts: time in turns.
+# **Takeaway.** An operation takes the host 5 µs bare, 28 in a tiny model with autograd. Its speed drifts: time in turns.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -573,13 +573,13 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# In the dense model kernels take 370 ms, launches 224. 12,000 gaps add 18 ms, Python that leaves the queue empty
-# 10: that makes 398. The step takes 401.
+# In the dense model kernels take 370 ms, launches 224. 12,000 gaps add 18 ms. The rest of the
+# replay's 398 is Python that leaves the queue empty. The step takes 401.
 #
 # The expert loop goes by the *host*: launches take 0.88 s, kernels 0.49. The GPU is idle for 56 %. *Again*, right after, $c$
 # read 16.8 in place of 14.9 µs. Brackets: 95 % intervals.
 #
-# Hosts differ: in our eight records the loop's $c$ is 15 to 29 µs, and the replay is off by -19 to +10 %.
+# In eight records the loop's $c$ is 15 to 29 µs, in one of them 20 and, *again*, 29. The replay is off by -19 to +10 %.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -684,9 +684,7 @@ lab.show(ways, speeds, experiment="steps", **of)
 # *rewritten*'s clocks tied, and the replay erred most, 249 for 281 ms. *Compiled* takes 2.2 times the *floor*, the least time
 # at this card's measured rates.
 #
-# Two typical milliseconds of three steps. Tracing slows the host: the dense GPU looks idle, and is busy for 92 % untraced. White
-# in the host's row is Python. A graph is one call.
-
+# Two typical milliseconds of three steps. White in the host's row is Python. A graph is one call, of 3 µs untraced.
 
 # %%
 def typical(lanes, wide=2.0):
@@ -722,7 +720,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# **Takeaway.** First fewer launches: 2.4 times as fast. Then shorter kernels and a graph: 3 times again.
+# **Takeaway.** First fewer launches: 2.4 times as fast. Then shorter kernels: 3 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -793,8 +791,8 @@ lab.show(slowed, predictions, experiment="steps", **of)
 # %% [markdown]
 # *Grouped*'s kernels hide the detour: its launches grow from 176 to 354 ms, its step from 463 to 478.
 #
-# By 30 µs of delay the steps rise by 1,399 and 134 ms, by the replay 1,326 and 90. In seven records the loop rises by 21 %
-# less to 27 % more than the replay says.
+# By 30 µs of delay the loop rises by 1,399 ms, by the replay 1,326. In all seven records it rises more, by 4 to 20 %. *Grouped*
+# rises by 134 ms, not 90. There the clocks change places, and the replay is poor.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -893,15 +891,15 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **The test.** An H100 of ours trained the same models. Its kernels were shorter than predicted, most in the loop, whose
-# kernels are the smallest. The Blackwell card is untested.
+# **The test.** An H100 of ours had shorter kernels than predicted, most in the loop, whose kernels are the smallest. The
+# Blackwell card is untested.
 #
 # In the loop cards are 1.6 times apart. On the Blackwell card launches take 884 ms and kernels 1,199. From wait to wait now
 # one decides, now the other, and the step takes 1,481. Captured, they are up to 4.5 times apart, but the Blackwell card lacks
 # section 6's kernel: a hypothetical bar.
 #
-# At equal batches the Blackwell card is 0.73 times as fast as the H100 in the loop, 0.51 captured. At a third of the price that
-# is 2.2 and 1.5 times the steps for the money.
+# At equal batches the Blackwell card's loop is 0.73 times as fast as the H100's. At a third of the price that is 2.2 times the
+# steps for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1018,7 +1016,8 @@ lab.verdict("A3.120b.attention-only")
 # **Question.** On gpt-oss-120b the article's Blackwell card makes 7,300 long examples an hour, its H100 5,200. Can two clocks
 # explain that?
 #
-# **Answer.** A host can, if a launch takes it more than 20 µs. In our records it took 15 to 29.
+# **Answer.** Yes. By this model the H100 wins where a launch takes the host less than 20 µs, else the Blackwell card. In our
+# records it took 15 to 29.
 #
 # **Launches.** A loop over experts has $a + L\,(b + E\,e)$ operations, with $L$ layers of $E$ experts. Three tiny models give
 # them, a fourth is a test.
@@ -1152,12 +1151,11 @@ if all(step in [one.run for one in studied.values()] for step, _ in basis.values
 lab.verdict("A3.32b.h100-long", "A3.120b.factor", "A3.120b.faster")
 
 # %% [markdown]
-# **Result.** A host *can* explain the order; that it did isn't shown. Where a launch takes less than 20 µs the H100 wins, as
-# beside this host, 0.76 and 0.84. Another of ours read 20.8 and 22.1 µs: 1.03 and 1.09. The article's host gives 1.22. The
-# article's text says 1.3, its counts 1.40.
+# **Result.** The host decides the order. Beside this one the H100 wins: 0.76 and 0.84. Another of ours read 20.8 and 22.1 µs: 1.03
+# and 1.09. The article's host gives 1.22; its text says 1.3, its counts 1.40. That its host was so slow isn't shown: we fitted it.
 #
-# But that host is fitted to the article, section 8's rule makes kernels up to 21 % too long, and the short form is 18 % short of
-# our loop. Counts come out at 0.56 to 1.73 times the article's: poor. It trained with unsloth, which has kernels of its own.
+# The counts themselves come out at 0.56 to 1.73 times the article's: poor. It trained with unsloth, which has kernels of its own.
+# Section 8's rule makes kernels up to 21 % too long, and the short form is 18 % short of our loop.
 #
 # **The test.** Lab 07 trains Qwen3-32B on an H200, which tests the kernels' share alone.
 
