@@ -452,7 +452,7 @@ for tokens, step in mine.items():
     operations[tokens], queues[tokens] = host.operations, traced(step)
 ms = in_turns(mine)
 share = kernels_ms(queues[short]) / ms[short]
-print(f"In the short step kernels take {share:.0%}. Up to half, it tells c.")
+print(f"In the short step kernels take {share:.0%}. Below half, the host decides it.")
 
 # %%
 an_operation, rows = host_ms(ms[short], queues[short]) / operations[short], []
@@ -686,6 +686,7 @@ lab.show(ways, speeds, experiment="steps", **of)
 #
 # Two typical milliseconds of three steps. White in the host's row is Python. A graph is one call, of 3 µs untraced.
 
+
 # %%
 def typical(lanes, wide=2.0):
     """Of these rows the `wide` milliseconds that are, in each row, the most like the whole."""
@@ -735,7 +736,7 @@ model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).to(lab.device)
 x = torch.randn(64, 256, device=lab.device)
 
 
-def small_step():
+def plain_step():
     model(x).square().mean().backward()
     synchronize()
 
@@ -743,15 +744,15 @@ def small_step():
 def beside(delay_us):
     def step():
         with SlowHost(delay_us) as host:
-            small_step()
+            plain_step()
         delays_ms[delay_us] = host.delayed_ms
 
     return step
 
 
-small_step()  # makes the gradients
+plain_step()  # makes the gradients
 delays_ms, delays = {}, (0, 20, 100)
-ms = in_turns({None: small_step} | {us: beside(us) for us in delays})
+ms = in_turns({None: plain_step} | {us: beside(us) for us in delays})
 for us in delays:
     print(f"delay {us} µs: {ms[None]:.2f} → {ms[us]:.2f} ms, delays {delays_ms[us]:.2f} ms")
 
@@ -871,21 +872,25 @@ elsewhere = {}
 long = {"experiment": "steps", "texts": "long", "delay_us": False, "again": False}
 for run in records.reference_runs("08").select(**long, model=tuple(names)):
     if (card := spec_of(run.machine)) and card.name in CARDS and run.metric("kernels_ms"):
-        elsewhere[name_of(run), card.name] = run.metric("kernels_ms")
-for (name, card), ms in elsewhere.items():
+        elsewhere[name_of(run), card.name] = run
+rows = []
+for (name, card), run in elsewhere.items():
     if name in on_cards and card != spec_of(on_cards[name].machine).name:
-        predicted = on_each(name, "kernels")[card]
-        print(f"{name}: kernels on {card}: predicted {predicted:.0f} ms, measured {ms:.0f},")
-        print(f"    off by {predicted / ms - 1:+.0%}")
+        predicted, measured = on_each(name, "kernels")[card], run.metric("kernels_ms")
+        row = {"a step": f"{name}, {card}", "kernels, ms: predicted": predicted}
+        row |= {"measured": measured, "off by": f"{100 * (predicted / measured - 1):+.0f} %"}
+        row |= {"step, ms: predicted, our host": on_each(name, "step")[card]}
+        rows.append(row | {"measured, its host": run.metric("step_ms")})
+lab.table(pd.DataFrame(rows))
 
 # %%
-bars = {name: on_each(name, "step") for name in ("moe, loop", "moe, captured")}
+bars = {name: on_each(name, "step") for name in on_cards}
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
 plots.grouped(ax, bars, "ms a step of four long texts, predicted").margins(y=0.25)
 ax.set_xticks(range(len(CARDS)), [name.replace(" Blackwell", "\nBlackwell") for name in CARDS])
 for drawn, name in zip(ax.containers, bars, strict=True):
     if name in measured_here and here.name in CARDS:
-        bar, label = drawn[list(CARDS).index(here.name)], "" if "captured" in name else "measured"
+        bar, label = drawn[list(CARDS).index(here.name)], "measured" if name == "moe, loop" else ""
         ax.plot(bar.get_center()[0], studied[name].run.metric("step_ms"), "kx", label=label)
 ax.legend()
 plt.show()
