@@ -30,6 +30,8 @@ def test_two_cards_by_their_counts():
     judged = [how for how, run in runs if run.get("experiment") == "model of two cards"]
     keys = {key for how in judged for key in how.get("readings", {}).values()}
     assert {key for key in keys if key.endswith("_mean")} == two.keys()
+    again = {key.replace("_again", "_mean") for key in keys if key.endswith("_again")}
+    assert again == two.keys()
 
 
 def test_the_bounds_of_the_claims_are_the_dense_peaks():
