@@ -580,7 +580,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # the queue empty. The step takes 403.
 #
 # The expert loop goes by the *host*: launches take 1.19 s, kernels 0.49. The GPU is idle for 64 %. *Again*, right after, $c$
-# read 23.8 in place of 20.1 µs. Brackets: 95 % intervals.
+# read 23.8 µs, not 20.1: the -2 % is part luck. Brackets: 95 % intervals.
 #
 # In nine records the loop's $c$ is 15 to 24 µs, and the replay is off by -19 to +5 %, mostly too short.
 #
@@ -683,11 +683,11 @@ lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 2.9 times as fast, in our nine records 2.4 to 3.5.
-# Launches then take 212 ms, kernels 438: the GPU decides. *Rewritten* and *compiled* shorten kernels. *Compiled* takes 2.2 times the *floor*, the least time at this
-# card's measured rates.
+# Launches then take 212 ms, kernels 438: the GPU decides. *Rewritten* and *compiled* shorten kernels. *Compiled* takes 2.2
+# times the *floor*, the least time at this card's measured rates.
 #
-# Two typical milliseconds of three steps. White in the host's row is PyTorch. A graph is one call, lengthened by tracing.
-
+# Two typical milliseconds of three steps. White in the host's row is PyTorch. Untraced, the dense GPU is busy for 91 %. A graph is
+# one call.
 
 # %%
 def typical(lanes, wide=2.0):
@@ -794,9 +794,8 @@ lab.show(slowed, predictions, experiment="steps", **of)
 # %% [markdown]
 # *Grouped*'s kernels hide most of the detour: its launches grow from 212 to 521 ms, its step from 465 to 531.
 #
-# A delay of 30 µs an operation, 23 a launch, adds 1,675 ms to the loop, 1,327 by the replay. In all eight records it adds more,
-# by 4 to 26 %; delays overshoot, as above. To *grouped* it adds 195 ms, 189 by the replay. On a faster host, where its clocks
-# changed places, it was 134 for 90.
+# The detour adds 1,036 ms to the loop, 1,519 by the replay; a delay of 30 µs an operation, 23 a launch, adds 1,675, not 1,327. In
+# all eight records it adds more, by 4 to 26 %. To *grouped* it adds 195 ms, 189 by the replay; on a faster host 134 for 90.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -907,7 +906,7 @@ plt.show()
 # fewer. Its host is like ours: steps come within 10 %. The Blackwell card is untested.
 #
 # In the loop cards are 1.3 times apart. On the Blackwell card launches and kernels take 1.2 s each. Between waits now
-# one decides, now the other: 1.6. Captured, cards are up to 4.5 times apart, but the Blackwell card lacks
+# one decides, now the other: 1.6 s. Captured, cards are up to 4.5 times apart, but the Blackwell card lacks
 # section 6's kernel: a hypothetical bar.
 #
 # At equal batches the Blackwell card is 0.85 times as fast as the H100 in the loop, 0.52 on the dense model. At a third of the
@@ -1194,7 +1193,7 @@ if not large:
     print("experiment qwen3-32b, methods lora and qlora. Type: labutils run 07 --scale full")
 
 # %% [markdown]
-# Kernels come out 10 and 30 % too long. So of the H100's 1.8 times our count, 1.4 may be our errors.
+# Kernels come out 10 and 30 % too long. Of the H100's 1.8 times our count, 1.3 × section 8's 1.1 may be our errors.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
