@@ -147,8 +147,8 @@ def study(
 
     With `delay_us` the step is measured once more as it is: what that differs by is noise. Then it
     is measured beside slower hosts: one that takes the detour through a dispatch mode, and one that
-    waits in it for so long before each operation. A captured step has one size,
-    so that no other tells about the host. Raises `Unavailable` for one without a GPU.
+    waits in it for so long before each operation. A captured step has one size, so that no other
+    tells about the host. Raises `Unavailable` for one without a GPU.
     """
     recipe = variants(family)[way]
     with Trainer(texts["long"], recipe) as trainer:
