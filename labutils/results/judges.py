@@ -225,7 +225,9 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
     if "heavier" in how:
         run = _run(claim, runs)
         heavy, light = (sum(metric_of(run, m) for m in how[s]) for s in ("heavier", "lighter"))
-        here = " against ".join(shown(value, how["heavier"][0]) for value in (heavy, light))
+        sums = ((heavy, how["heavier"]), (light, how["lighter"]))
+        sums = (f"{shown(value, of[0])} ({' + '.join(of)})" for value, of in sums)
+        here = " against ".join(sums)
         return Judgement(claim, CONFIRMED if heavy > light else REFUTED, here)
     changes = _effects(claim, runs)
     if "than_base" in claim.runs:
@@ -397,17 +399,17 @@ def contains(claim: Claim, runs: Runs) -> Judgement:
 def predicts(claim: Claim, runs: Runs) -> Judgement:
     """The model's numbers, one for each of `readings` of what it assumes, agree with the article.
 
-    They agree from `min` to `max`, with the share `margin` by which the model may be off. Readings
-    that differ leave it to the `assumption`. So does a published number beyond `fastest`, the most
-    that the data sheets allow under the assumption. A run without a reading is of an older model.
+    They agree from `min` to `max`, with the share `margin` by which the model may be off. Texts
+    show them in `unit`. Readings that differ leave it to the `assumption`. So does a published
+    number beyond `fastest`, the most that the data sheets allow under the assumption. A run without
+    a reading is of an older model.
     """
     run, how = _run(claim, runs), claim.how
     values = {name: number(run.metrics.get(metric)) for name, metric in how["readings"].items()}
     if lacks := [name for name, value in values.items() if value is None]:
         raise NotTestable(f"The run with {named(run.tags)} recorded no number {lacks[0]}.")
-    here = [
-        f"{shown(value, how['readings'][one], digits=3)} {one}" for one, value in values.items()
-    ]
+    unit, metrics = how.get("unit", ""), how["readings"]
+    here = [f"{shown(n, metrics[one], digits=3)}{unit} {one}" for one, n in values.items()]
     here = f"predicted: {', '.join(here)}"
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     low, high = 1 - how.get("margin", 0.0), 1 + how.get("margin", 0.0)
@@ -418,7 +420,7 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
         why = f"A published number beats our bound ({beaten[0]}). Then it is wrong {assumption}."
         return Judgement(claim, INCONCLUSIVE, here, why)
     if len(held) > 1:
-        return Judgement(claim, INCONCLUSIVE, here, f"It hangs on one assumption: {assumption}.")
+        return Judgement(claim, INCONCLUSIVE, here, f"It hangs on what is assumed: {assumption}.")
     verdict = {True: AGREES, False: DISAGREES, None: INCONCLUSIVE}[held.pop()]
     return Judgement(claim, verdict, here, f"Published: {claim.published_text}.")
 
