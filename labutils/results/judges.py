@@ -207,7 +207,7 @@ def shown(value: float, metric: str = "", digits: int = 4) -> str:
         return f"{100 * value:.2g} %"
     unit = "" if metric.endswith("_per_s") else metric.rpartition("_")[2]
     unit = {"ms": " ms", "s": " s", "gb": " GB"}.get(unit, "")
-    whole = value == round(value) and abs(value) < 1e9 or unit and value >= 1000
+    whole = value == round(value) and abs(value) < 1e9 or value >= (1000 if unit else 10**digits)
     return (f"{value:,.0f}" if whole else f"{value:,.{3 if unit else digits}g}") + unit
 
 
@@ -421,7 +421,10 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
         return Judgement(claim, INCONCLUSIVE, here, why)
     if len(held) > 1:
         return Judgement(claim, INCONCLUSIVE, here, f"It hangs on what is assumed: {assumption}.")
-    verdict = {True: AGREES, False: DISAGREES, None: INCONCLUSIVE}[held.pop()]
+    if None in held:
+        why = f"The model may be off by {how['margin']:.0%}, which decides."
+        return Judgement(claim, INCONCLUSIVE, here, why)
+    verdict = AGREES if held == {True} else DISAGREES
     return Judgement(claim, verdict, here, f"Published: {claim.published_text}.")
 
 
