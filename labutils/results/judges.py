@@ -207,8 +207,9 @@ def shown(value: float, metric: str = "", digits: int = 4) -> str:
         return f"{100 * value:.2g} %"
     unit = "" if metric.endswith("_per_s") else metric.rpartition("_")[2]
     unit = {"ms": " ms", "s": " s", "gb": " GB"}.get(unit, "")
-    whole = value == round(value) and abs(value) < 1e9 or value >= (1000 if unit else 10**digits)
-    return (f"{value:,.0f}" if whole else f"{value:,.{3 if unit else digits}g}") + unit
+    digits = 3 if unit else digits
+    whole = value == round(value) or abs(float(f"{value:.{digits}g}")) >= 10**digits
+    return (f"{value:,.0f}" if whole and abs(value) < 1e9 else f"{value:,.{digits}g}") + unit
 
 
 # ------------------------------------------------------------------------------------- the judges
