@@ -22,9 +22,9 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins on long texts, at a third of the price. The
 # article blames the H100's *host*, the CPU that hands out the work: it launched kernels too slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within PAGE % of a toy and a
-# small Qwen3. On eight hosts the course's version came within 4 % of Qwen3-8B, and within 13 % of gpt-oss's loop. Its rule for
-# other cards made an H100's kernels 10 to 22 % too long.
+# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 8 % of a toy and a
+# small Qwen3. On eight hosts the course's version came within 3 % of Qwen3-8B, and within 13 % of gpt-oss's loop. Its rule for
+# other cards made an H100's kernels 10 to 21 % too long.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -300,8 +300,8 @@ for name, call in calls.items():
     print(f"{name}: {mine.operations} operations, {each:.1f} µs each")
 
 # %% [markdown]
-# **Takeaway.** An operation takes the host 8 µs bare, 47 in a tiny model with PEFT, 22 in a deeper one without: `backward` has a
-# cost of its own. Time in turns: hosts drift.
+# **Takeaway.** An operation takes the host 8 µs bare, 40 to 45 in a tiny model, 26 in a deeper one: `backward` has a cost of its
+# own. Time in turns: hosts drift.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -408,7 +408,7 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 5 %. The larger sum is up to 26 % short: each of 12 waits adds a launch or a kernel.
+# On the H200 the replay came within 7 %. The larger sum is up to 30 % short: each of 12 waits adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
@@ -459,8 +459,8 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# At 256 tokens the host decides, and its sum is nearer. At 2,048 the kernels decide. At 1,024 they are close: the larger sum is 4 %
-# short, the replay 1 % long.
+# At 256 tokens the host decides, and its sum is nearer. At 2,048 kernels decide. At 1,024 both take as long: the larger sum is 12 %
+# short, the replay 6.
 #
 # **Takeaway.** Its trace and a short step predict a step.
 
@@ -572,13 +572,13 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# In the dense model kernels take 369 ms, launches 286. 12,000 gaps add 15 ms. The rest of the replay's 397 is PyTorch that leaves
+# In the dense model kernels take 370 ms, launches 261. 12,000 gaps add 13 ms. The rest of the replay's 394 is PyTorch that leaves
 # the queue empty.
 #
-# The expert loop goes by the *host*: launches take 1.19 s, kernels 0.50. The GPU is idle for 67 %.
+# The expert loop goes by the *host*: launches take 1.09 s, kernels 0.49. The GPU is idle for 63 %.
 #
-# The replay is 13 % short for the loop, and 3 % *again*, right after. Single steps took 1,270 to 1,633 ms without an order, so that
-# eight of them leave this much open. Brackets behind it are 95 % intervals. Section 7 shows all our records.
+# The loop's replay is 9 % short, and right *again*, a moment later. Single steps took 1,150 to 1,418 ms, in no order: eight leave
+# that much open. *Off by* has 95 % intervals. Section 7 shows all our records.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -678,7 +678,7 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 3.2 times as fast. Launches then take 197 ms, kernels 440: the
+# On the H200 *grouped* cut launches to a seventh and made the step 2.9 times as fast. Launches then take 183 ms, kernels 439: the
 # GPU decides. *Rewritten* and *compiled* shorten kernels. *Compiled* takes 2.2 times the *floor*, the least time at this card's
 # measured rates.
 #
@@ -756,7 +756,7 @@ for us in delays:
     print(f"delay {us} µs: {ms[None]:.2f} → {ms[us]:.2f} ms, delays {delays_ms[us]:.2f} ms")
 
 # %% [markdown]
-# The detour costs 5 ms. Beyond it delays of 3 and 15 ms add 3.9 and 18.8: an operation pays more than its delay.
+# The detour costs 3.4 ms. Beyond it delays of 3 and 15 ms add 3.6 and 17.5: an operation pays more than its delay.
 #
 # **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs an operation. Short steps through
 # it give the detour's $c$; the delay is added as set. Bars: p10 to p90.
@@ -814,11 +814,11 @@ ax.legend(bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# *Grouped*'s kernels hide most of the detour: its launches grow from 197 to 436 ms, its step from 467 to 530. The delay adds 1,557
-# ms to the loop, 1,326 by the replay; to *grouped* 120 and 139.
+# *Grouped*'s kernels hide the detour: its launches grow from 183 to 288 ms, its step from 461 to 472. The delay adds 1,263 ms to
+# the loop, 1,324 by the replay; to *grouped* 60 and 25.
 #
-# In the picture, steps that kernels decide are within 4 %. *Rewritten*, whose clocks are close, is off by -11 to +3 %, the loop by
-# -13 to +9, slowed steps by -12 to +19. In all records the delay lengthens the loop by 4 to 26 % more than predicted.
+# In the picture, steps that kernels decide are within 3 %. *Rewritten*, whose clocks are close, is off by -11 to +3 %, the loop by
+# -13 to +9, slowed steps by -12 to +19. The delay lengthens the loop by 4 to 26 % more than predicted in the other seven records.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -934,11 +934,11 @@ plt.show()
 # **The test.** An H100 of ours had shorter kernels than predicted, most in the loop, whose kernels are the smallest. Its host is
 # like ours: steps come within 10 %. The RTX card and the B200 are untested.
 #
-# In the loop cards are 1.3 times apart. On the Blackwell card launches and kernels take 1.2 s each. Between waits now one decides,
-# now the other: 1.6 s. Captured, cards are up to 4.5 times apart; the Blackwell card's bar is hypothetical, by section 6.
+# In the loop cards are up to 1.4 times apart. On the Blackwell card launches take 1.1 s and kernels 1.2. Between waits now one
+# decides, now the other: 1.6 s. Captured, cards are up to 4.5 times apart; the Blackwell card's bar is hypothetical, by section 6.
 #
-# At equal batches the Blackwell card is 0.85 times as fast as the H100 in the loop, 0.52 on the dense model. At a third of the
-# price that is 2.6 and 1.6 times the steps for the money.
+# At equal batches the Blackwell card is 0.81 times as fast as the H100 in the loop, 0.52 on the dense model. At a third of the
+# price that is 2.4 and 1.6 times the steps for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1244,11 +1244,11 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** A host can, with half the batch: the H100 launches twice for what Blackwell computes in one step. At equal batches it
-# would win, 1.8 to 1. As it is, cards draw level between 16 and 20 µs a launch. The article's $c$ makes Blackwell 1.21 to 1.54
-# times as fast. Its text says 1.3, its counts 1.40. Beside our host it is 0.99 to 1.26: a few µs decide the verdict.
+# would win, 1.8 to 1. As it is, cards draw level between 16 and 20 µs a launch. The article's $c$ makes Blackwell 1.22 to 1.55
+# times as fast. Its text says 1.3, its counts 1.40. By our host's two readings it is 0.79 to 1.17: a few µs decide.
 #
-# That a host did it is not shown: LoRA's kernels come out 30 % too long, and QLoRA's 10 hide restoring that the rule misses. Dense,
-# the cards are 2.0 apart, not 2.5. Our counts are up to 44 % below those of the article, whose unsloth has its own kernels.
+# That a host did it is not shown: LoRA's kernels come out 30 % too long, and QLoRA's 11 hide restoring that the rule misses. Dense,
+# the cards are 2.0 apart, not 2.5. Our counts are up to 45 % below those of the article, whose unsloth has its own kernels.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
