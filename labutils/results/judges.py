@@ -409,9 +409,11 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
     values = {name: number(run.metrics.get(metric)) for name, metric in how["readings"].items()}
     if lacks := [name for name, value in values.items() if value is None]:
         raise NotTestable(f"The run with {named(run.tags)} recorded no number {lacks[0]}.")
-    unit, metrics = how.get("unit", ""), how["readings"]
-    here = [f"{shown(n, metrics[one], digits=3)}{unit} {one}" for one, n in values.items()]
-    here = f"predicted: {', '.join(here)}"
+    metric, unit = next(iter(how["readings"].values())), how.get("unit", "")
+    text = {one: shown(value, metric, digits=3) + unit for one, value in values.items()}
+    ends = dict.fromkeys(text[find(values, key=values.get)] for find in (min, max))
+    here = f"predicted: {' to '.join(ends)}"
+    each = ", ".join(f"{value} {one}" for one, value in text.items()) + ". "
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     low, high = 1 - how.get("margin", 0.0), 1 + how.get("margin", 0.0)
     held = {_inside(low * value, high * value, least, most) for value in values.values()}
@@ -419,14 +421,15 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
     bounds = zip(claim.published, how.get("fastest", ()), strict=False)
     if beaten := [f"{number:g} against {bound:g}" for number, bound in bounds if number > bound]:
         why = f"A published number beats our bound ({beaten[0]}). Then it is wrong {assumption}."
-        return Judgement(claim, INCONCLUSIVE, here, why)
+        return Judgement(claim, INCONCLUSIVE, here, each + why)
     if len(held) > 1:
-        return Judgement(claim, INCONCLUSIVE, here, f"It hangs on what is assumed: {assumption}.")
+        why = f"It hangs on what is assumed: {assumption}."
+        return Judgement(claim, INCONCLUSIVE, here, each + why)
     if None in held:
         why = f"The model may be off by {how['margin']:.0%}, which decides."
-        return Judgement(claim, INCONCLUSIVE, here, why)
+        return Judgement(claim, INCONCLUSIVE, here, each + why)
     verdict = AGREES if held == {True} else DISAGREES
-    return Judgement(claim, verdict, here, f"Published: {claim.published_text}.")
+    return Judgement(claim, verdict, here, f"{each}Published: {claim.published_text}.")
 
 
 def advice(claim: Claim, runs: Runs) -> Judgement:
