@@ -22,9 +22,9 @@
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins on long texts, at a third of the price. The
 # article blames the H100's *host*, the CPU that hands out the work: it launched kernels too slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 8 % of a toy and a
-# small Qwen3. On eight hosts the course's version came within 3 % of Qwen3-8B, and within 13 % of gpt-oss's loop. Its rule for
-# other cards made an H100's kernels 10 to 21 % too long.
+# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 10 % of a toy and a
+# small Qwen3. On nine hosts the course's version came within 3 % of Qwen3-8B, and within 13 % of gpt-oss's loop. Scaled to an H100,
+# kernels came out 10 to 21 % too long.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -300,7 +300,7 @@ for name, call in calls.items():
     print(f"{name}: {mine.operations} operations, {each:.1f} µs each")
 
 # %% [markdown]
-# **Takeaway.** An operation takes the host 8 µs bare, 40 to 45 in a tiny model, 26 in a deeper one: `backward` has a cost of its
+# **Takeaway.** An operation takes the host 6 µs bare, 31 to 50 in a tiny model, 23 in a deeper one: `backward` has a cost of its
 # own.
 
 # %% [markdown]
@@ -408,7 +408,7 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 7 %. The larger sum is up to 30 % short: each of 12 waits adds a launch or a kernel.
+# On the H200 the replay came within 10 %. The larger sum is up to 38 % short: each of 12 waits adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
@@ -459,8 +459,8 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# At 256 tokens the host decides, and its sum is nearer. At 2,048 kernels decide. At 1,024 both take as long: the larger sum is 12 %
-# short, the replay 6.
+# At 256 tokens the host decides, at 2,048 the kernels. At 1,024 both take nearly as long: the larger sum is 6 % short, the replay
+# 1.
 #
 # **Takeaway.** Its trace and a short step predict a step.
 
@@ -572,13 +572,13 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# In the dense model kernels take 370 ms, launches 261. 12,000 gaps add 13 ms. For the other 11 of the replay's 394 the GPU waits
+# In the dense model kernels take 368 ms, launches 295. 12,000 gaps add 16 ms. For the other 23 of the replay's 407 the GPU waits
 # for PyTorch.
 #
-# The expert loop goes by the *host*: launches take 1.09 s, kernels 0.49. The GPU is idle for 63 %.
+# The expert loop goes by the *host*: launches take 1.26 s, kernels 0.49. The GPU is idle for 65 %.
 #
-# The loop's replay is 9 % short. *Again*, a moment later, it is right, beside a $c$ of 15.6 µs, not 18.3. Single steps took 1,150
-# to 1,418 ms: eight of them tell no more. *Off by* has 95 % intervals.
+# The loop's replay is 2 % short, and *again*, a moment later, 7 % long: $c$ is read as 21.1 and 22.4 µs. Single steps took 1,236 to
+# 1,556 ms: eight of them tell no more. *Off by* has 95 % intervals.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -678,7 +678,7 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 2.9 times as fast. Launches then take 183 ms, kernels 439: the
+# On the H200 *grouped* cut launches to a seventh and made the step 3.0 times as fast. Launches then take 175 ms, kernels 440: the
 # GPU decides. *Rewritten* and *compiled* shorten kernels. *Compiled* takes 2.2 times the *floor*, the least time at this card's
 # measured rates.
 #
@@ -756,7 +756,7 @@ for us in delays:
     print(f"delay {us} µs: {ms[None]:.2f} → {ms[us]:.2f} ms, delays {delays_ms[us]:.2f} ms")
 
 # %% [markdown]
-# The detour costs 3.4 ms. Beyond it delays of 3 and 15 ms add 3.6 and 17.5: an operation pays more than its delay.
+# The detour costs 2.1 ms. Beyond it delays of 3 and 15 ms add 3.6 and 16.2: an operation pays more than its delay.
 #
 # **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs an operation. Short steps through
 # it give the detour's $c$; the delay is added as set. Bars: p10 to p90.
@@ -815,10 +815,11 @@ ax.legend(bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The loop pays for detour and delay: 712 and 1,263 ms more, by the replay 772 and 1,324. *Grouped*'s kernels hide the detour, and
-# half of the delay: 60 ms more, by the replay only 25.
+# The loop pays 472 ms for the detour, by the replay 796, and 1,571 for the delay, by the replay 1,321. *Grouped*'s kernels hide
+# most of both: it pays 14 and 130 ms, by the replay 11 and 113.
 #
-# Over all records the replay is within 3 % where kernels decide, 13 elsewhere, and 19 beside slowed hosts.
+# Over all records the replay is within 3 % where kernels decide, 13 elsewhere, and 19 beside slowed hosts. It tells which step
+# pays, and roughly how much.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -931,14 +932,14 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **The test.** An H100 of ours had shorter kernels than predicted, most in the loop, whose kernels are the smallest. Its host is
-# slower than this one. In the loop both errors meet, and the step comes out 10 % too short. The RTX card and the B200 are untested.
+# **The test.** An H100 of ours had shorter kernels than predicted, most in the loop, whose kernels are the smallest. Its host takes
+# 8 % less or more for a launch than ours, and steps come within 10 %. The RTX card and the B200 are untested.
 #
-# In the loop cards are up to 1.4 times apart. On the Blackwell card launches take 1.1 s and kernels 1.2. Between waits they take
-# turns to decide: 1.6 s. Captured, cards are up to 4.5 times apart; the Blackwell card's bar is hypothetical, by section 6.
+# In the loop cards are up to 1.3 times apart. On the Blackwell card launches take 1.3 s and kernels 1.2. Between waits they take
+# turns to decide: 1.7 s. Captured, cards are up to 4.5 times apart; the Blackwell card's bar is hypothetical, by section 6.
 #
-# At equal batches the Blackwell card is 0.81 times as fast as the H100 in the loop, 0.52 on the dense model. At a third of the
-# price that is 2.4 and 1.6 times the steps for the money.
+# At equal batches the Blackwell card is 0.86 times as fast as the H100 in the loop, 0.53 on the dense model. At a third of the
+# price that is 2.6 and 1.6 times the steps for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1301,12 +1302,12 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** Ours can't: by its two readings Blackwell is 0.79 to 1.17 times as fast. A host of 25 µs can: 1.22 to 1.55. The
-# article's text says 1.3, its counts 1.40. But it takes half the batch as well, for which the H100 launches twice as often. At
-# equal batches the H100 wins, 1.8 to 1.
+# **Answer.** A host can, if the H100 holds half the batch and so launches twice as often. Beside ours Blackwell is 1.04 to 1.39
+# times as fast, beside one of 25 µs 1.22 to 1.55. The article's text says 1.3, its counts 1.40. Beside a host of less than 16 µs
+# the H100 wins; at equal batches it wins here, too, 1.8 to 1.
 #
-# That a host did it is not shown. On lab 07's steps kernels come out 10 and 30 % too long, and QLoRA's restoring of weights isn't
-# even counted. Dense, the cards are 2.0 apart, not 2.5. The article's unsloth has kernels of its own.
+# That a host did it is not shown. On lab 07's steps kernels come out 9 and 29 % too long, though QLoRA's restoring of weights isn't
+# counted. Dense, the cards are 2.0 apart, not 2.5. The article's unsloth has kernels of its own.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
