@@ -300,7 +300,7 @@ for name, call in calls.items():
     print(f"{name}: {mine.operations} operations, {each:.1f} µs each")
 
 # %% [markdown]
-# **Takeaway.** An operation takes the host 6 µs bare, 31 to 50 in a tiny model, 23 in a deeper one: `backward` has a cost of its
+# **Takeaway.** An operation takes the host 6 µs bare, 26 to 50 in a tiny model, 23 in a deeper one: `backward` has a cost of its
 # own.
 
 # %% [markdown]
@@ -309,11 +309,10 @@ for name, call in calls.items():
 # **Question.** How well does the replay predict a step that was only traced?
 #
 # **Technique.** A trace tells which kernels a step launches, in which order, and where the host waits. The profiler hardly slows
-# kernels. But after a run it stays loaded, and can slow launches. `TEARDOWN_CUPTI=1` makes it leave.
+# kernels. After a run it stays loaded and can slow launches, unless `TEARDOWN_CUPTI=1`.
 
 # %% [markdown]
-# **A toy.** A thin network's step is decided by the host: its time, without a kernel for each wait, divided by its launches is $c$.
-# On a CPU $c$ means nothing.
+# **A toy.** The host decides a thin network's step: $c$ is (step - waits × mean kernel) / launches. On a CPU it means nothing.
 
 
 # %%
@@ -577,8 +576,8 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 #
 # The expert loop goes by the *host*: launches take 1.26 s, kernels 0.49. The GPU is idle for 65 %.
 #
-# The loop's replay is 2 % short, and *again*, a moment later, 7 % long: $c$ is read as 21.1 and 22.4 µs. Single steps took 1,236 to
-# 1,556 ms: eight of them tell no more. *Off by* has 95 % intervals.
+# The loop's replay is 2 % short, and *again*, a moment later, 7 % long: $c$ is read as 21.1 and 22.4 µs. Single steps took 1,183 to
+# 1,556 ms: a few tell no more. *Off by* has 95 % intervals.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -679,11 +678,11 @@ lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
 # On the H200 *grouped* cut launches to a seventh and made the step 3.0 times as fast. Launches then take 175 ms, kernels 440: the
-# GPU decides. *Rewritten* and *compiled* shorten kernels. *Compiled* takes 2.2 times the *floor*, the least time at this card's
-# measured rates.
+# GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 4 %: the GPU decided already. *Compiled* takes 2.2 times
+# the *floor*, the least time at this card's measured rates.
 #
-# Two typical milliseconds of each of three steps. Tracing slows the host, so that even the dense GPU waits here. White in the
-# host's row is PyTorch, which counts in $c$. A graph is one call, longer while traced.
+# Two typical milliseconds of three steps. Tracing slows the host: even the dense GPU waits. White in the host's row is PyTorch,
+# which counts in $c$. A graph is one call, longer while traced.
 
 # %%
 def typical(lanes, wide=2.0):
@@ -818,8 +817,8 @@ plt.show()
 # The loop pays 472 ms for the detour, by the replay 796, and 1,571 for the delay, by the replay 1,321. *Grouped*'s kernels hide
 # most of both: it pays 14 and 130 ms, by the replay 11 and 113.
 #
-# Over all records the replay is within 3 % where kernels decide, 13 elsewhere, and 19 beside slowed hosts. It tells which step
-# pays, and roughly how much.
+# Over all records the replay is within 3 % where kernels clearly decide, 13 elsewhere, and 19 beside slowed hosts. It tells which
+# step pays, and only roughly how much.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -932,8 +931,8 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **The test.** An H100 of ours had shorter kernels than predicted, most in the loop, whose kernels are the smallest. Its host takes
-# 8 % less or more for a launch than ours, and steps come within 10 %. The RTX card and the B200 are untested.
+# **The test.** An H100 of ours had shorter kernels than predicted, most in the loop, whose kernels are the smallest. Its launches
+# take 8 % less in the loop, 7 % more in the dense model; steps come within 10 %. The RTX card and the B200 are untested.
 #
 # In the loop cards are up to 1.3 times apart. On the Blackwell card launches take 1.3 s and kernels 1.2. Between waits they take
 # turns to decide: 1.7 s. Captured, cards are up to 4.5 times apart; the Blackwell card's bar is hypothetical, by section 6.
@@ -1261,7 +1260,7 @@ print(f"The H100 with batches of 32: {3600 * 32 / full_s:,.0f} long examples of 
 
 # %% [markdown]
 # **Which host?** On short texts the article's cards tie on gpt-oss, 9,400 and 9,200, though their peaks are 2.25 times apart. If a
-# host decides there, its $c$ follows. Bands: kernels up to 1.3 times shorter, lab 07's error.
+# host decides there, its $c$ follows. Bands and second ratios: kernels 1.3 times shorter, as lab 07's were.
 
 
 # %%
@@ -1303,11 +1302,11 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** A host can, if the H100 holds half the batch and so launches twice as often. Beside ours Blackwell is 1.04 to 1.39
-# times as fast, beside one of 25 µs 1.22 to 1.55. The article's text says 1.3, its counts 1.40. Beside a host of less than 16 µs
-# the H100 wins; at equal batches it wins here, too, 1.8 to 1.
+# times as fast, beside one of 25 µs 1.22 to 1.55. The article's text says 1.3, its counts 1.40. Below 16 µs the H100 wins, above 21
+# it loses. At equal batches it wins here, too, 1.8 to 1.
 #
-# That a host did it is not shown. On lab 07's steps kernels come out 9 and 29 % too long, though QLoRA's restoring of weights isn't
-# counted. Dense, the cards are 2.0 apart, not 2.5. The article's unsloth has kernels of its own.
+# That a host did it is not shown. On lab 07's steps kernels come out 9 and 29 % too long, QLoRA's restoring of weights not counted.
+# Dense, the article's H100 made 1.8 times our rate; the cards are 2.0 apart, not 2.5. The article's unsloth has kernels of its own.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
