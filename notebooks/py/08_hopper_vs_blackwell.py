@@ -414,7 +414,7 @@ toys.clear()  # their weights need the room
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# Put your model and your batches in place of these, uncompiled.
+# Put your own in place, uncompiled, with PyTorch's kernels.
 
 # %%
 width = {"tiny": 64, "small": 1024, "full": 2048}[lab.scale]
@@ -461,7 +461,7 @@ lm = optimizer = mine = None  # their memory is needed
 # At 256 tokens the host decides, at 2,048 the kernels. At 1,024 both take nearly as long: the larger sum is 6 % short, the replay
 # 1.
 #
-# **Takeaway.** Its trace and a short step predict a step.
+# **Takeaway.** A trace and a short step predict a long one.
 
 # %% [markdown]
 # ## 5 · Two real models
@@ -818,7 +818,7 @@ plt.show()
 # most of both: it pays 14 and 130 ms, by the replay 11 and 113.
 #
 # Over all records the replay is within 3 % where kernels clearly decide, 13 elsewhere, and 19 beside slowed hosts. It tells which
-# step pays, and only roughly how much.
+# step pays, and roughly how much.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -937,7 +937,7 @@ plt.show()
 # In the loop cards are up to 1.3 times apart. On the Blackwell card launches take 1.3 s and kernels 1.2. Between waits they take
 # turns to decide: 1.7 s. Captured, cards are up to 4.5 times apart; the Blackwell card's bar is hypothetical, by section 6.
 #
-# At equal batches the Blackwell card is 0.86 times as fast as the H100 in the loop, 0.53 on the dense model. At a third of the
+# At equal batches of 4 the Blackwell card is 0.86 times as fast as the H100 in the loop, 0.53 on the dense model. At a third of the
 # price that is 2.6 and 1.6 times the steps for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
@@ -1301,12 +1301,12 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** A host can, if the H100 holds half the batch and so launches twice as often. Beside ours Blackwell is 1.04 to 1.39
-# times as fast, beside one of 25 µs 1.22 to 1.55. The article's text says 1.3, its counts 1.40. Below 16 µs the H100 wins, above 21
-# it loses. At equal batches it wins here, too, 1.8 to 1.
+# **Answer.** A host can, if the H100 holds half the batch and so launches twice as often. Unpadded, beside ours Blackwell is 1.04
+# to 1.39 times as fast, beside one of 25 µs 1.22 to 1.55. The article's text says 1.3, its counts 1.40. Below 16 µs the H100 wins,
+# above 21 it loses. At equal batches of 32 it wins, 1.8 to 1.
 #
 # That a host did it is not shown. On lab 07's steps kernels come out 9 and 29 % too long, QLoRA's restoring of weights not counted.
-# Dense, the article's H100 made 1.8 times our rate; the cards are 2.0 apart, not 2.5. The article's unsloth has kernels of its own.
+# Our dense rates are 28 and 44 % too low; the cards are 2.0 apart, not 2.5. The article's unsloth has own kernels.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
