@@ -414,7 +414,7 @@ toys.clear()  # their weights need the room
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# Put your own in place, uncompiled, with PyTorch's kernels.
+# Put in your own, uncompiled.
 
 # %%
 width = {"tiny": 64, "small": 1024, "full": 2048}[lab.scale]
@@ -680,9 +680,6 @@ lab.show(ways, speeds, experiment="steps", **of)
 # On the H200 *grouped* cut launches to a seventh and made the step 3.0 times as fast. Launches then take 175 ms, kernels 440: the
 # GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 4 %: the GPU decided already. *Compiled* takes 2.2 times
 # the *floor*, the least time at this card's measured rates.
-#
-# Two typical milliseconds of three steps. Tracing slows the host: even the dense GPU waits. White in the host's row is PyTorch,
-# which counts in $c$. A graph is one call, longer while traced.
 
 # %%
 def typical(lanes, wide=2.0):
@@ -719,6 +716,9 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
+# Two typical milliseconds of three steps. Tracing slows the host: even the dense GPU waits. White in the host's row is PyTorch,
+# which counts in $c$. A graph is one call, longer while traced.
+#
 # **Takeaway.** First fewer launches: 3 times as fast. Then less kernel time: 3 times again.
 
 # %% [markdown]
@@ -726,8 +726,8 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Question.** Does a slower host lengthen a step by as much as the replay says?
 #
-# **Technique.** Section 3's dispatch mode makes each operation begin later. The way through it takes time as well: this *detour*
-# is a delay of 0.
+# **Technique.** Section 3's dispatch mode makes each operation begin later. The mode itself costs time, even at delay 0: the
+# *detour*.
 
 # %%
 model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(24))).to(lab.device)
@@ -757,8 +757,8 @@ for us in delays:
 # %% [markdown]
 # The detour costs 2.1 ms. Beyond it delays of 3 and 15 ms add 3.6 and 16.2: an operation pays more than its delay.
 #
-# **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs an operation. Short steps through
-# it give the detour's $c$; the delay is added as set. Bars: p10 to p90.
+# **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs an operation. Short steps give
+# the detour's $c$; 30 µs an operation are added. Pale bars: p10 to p90.
 
 
 # %%
@@ -814,11 +814,11 @@ ax.legend(bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The loop pays 472 ms for the detour, by the replay 796, and 1,571 for the delay, by the replay 1,321. *Grouped*'s kernels hide
-# most of both: it pays 14 and 130 ms, by the replay 11 and 113.
+# The loop pays 472 ms for the detour, by the replay 796, and 1,571 for the delay, by the replay 1,321. *Grouped*'s kernels hide the
+# detour and a third of the delay: it pays 14 and 130 ms, by the replay 11 and 113.
 #
-# Over all records the replay is within 3 % where kernels clearly decide, 13 elsewhere, and 19 beside slowed hosts. It tells which
-# step pays, and roughly how much.
+# Over all records the replay is within 3 % for dense, *grouped* and graphs, 13 for the others, and 19 beside slowed hosts. It tells
+# which step pays, but not well how much.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
