@@ -413,23 +413,21 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
     text = {one: shown(value, metric, digits=3) + unit for one, value in values.items()}
     ends = dict.fromkeys(text[find(values, key=values.get)] for find in (min, max))
     here = f"predicted: {' to '.join(ends)}"
-    each = ", ".join(f"{value} {one}" for one, value in text.items()) + ". "
+    each = ", ".join(f"{value} {one}" for one, value in text.items())
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     low, high = 1 - how.get("margin", 0.0), 1 + how.get("margin", 0.0)
     held = {_inside(low * value, high * value, least, most) for value in values.values()}
     assumption = how.get("assumption", "")
     bounds = zip(claim.published, how.get("fastest", ()), strict=False)
+    verdict, why = INCONCLUSIVE, f"It hangs on what is assumed: {assumption}."
     if beaten := [f"{number:g} against {bound:g}" for number, bound in bounds if number > bound]:
         why = f"A published number beats our bound ({beaten[0]}). Then it is wrong {assumption}."
-        return Judgement(claim, INCONCLUSIVE, here, each + why)
-    if len(held) > 1:
-        why = f"It hangs on what is assumed: {assumption}."
-        return Judgement(claim, INCONCLUSIVE, here, each + why)
-    if None in held:
+    elif held == {None}:
         why = f"The model may be off by {how['margin']:.0%}, which decides."
-        return Judgement(claim, INCONCLUSIVE, here, each + why)
-    verdict = AGREES if held == {True} else DISAGREES
-    return Judgement(claim, verdict, here, f"{each}Published: {claim.published_text}.")
+    elif len(held) == 1:
+        verdict = AGREES if True in held else DISAGREES
+        why = f"Published: {claim.published_text}."
+    return Judgement(claim, verdict, here, f"{each}. {why}")
 
 
 def advice(claim: Claim, runs: Runs) -> Judgement:
