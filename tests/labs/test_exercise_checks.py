@@ -121,6 +121,8 @@ def test_the_time_of_something_wrong_does_not_count(clock):
     for wrong in (lambda values: [1.0], lambda values: remembered, lambda values: None):
         wrong.__name__ = "quick"
         assert "right" not in faster_than(4, double, wrong, numbers, times=3)
+        assert "right" not in faster_than(4, double, wrong, numbers, times=0)
+    assert faster_than(4, double, double, numbers, times=0).endswith("right. The same results.")
 
 
 def test_what_changes_its_arguments_gets_its_own(clock):
