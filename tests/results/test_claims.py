@@ -299,6 +299,14 @@ def test_contains_an_item_or_is_one():
         assert judge(one, Runs([recorded(a=value)])).verdict == verdict
 
 
+def test_a_number_of_thousands_is_written_in_full():
+    texts = [judges.shown(value) for value in (9999.7, 10296.4, -12345.6, 1.2e10, 1978.8)]
+    assert texts == ["10,000", "10,296", "-12,346", "1.2e+10", "1,979"]
+    assert (
+        judges.shown(999.6, digits=3) == "1,000" and judges.shown(1237.6, "step_ms") == "1,238 ms"
+    )
+
+
 @pytest.mark.parametrize(
     ("how", "metrics", "verdict"),
     [
