@@ -90,8 +90,8 @@ def batch_of(workload: Workload, recipe: Recipe) -> Batch:
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """A step that was predicted and measured: its `run`, what predicted it, and its trace as
-    `plots.timeline` draws it. `launch_ms` is the host's time for a launch, without delays."""
+    """A step that was predicted and measured: its `run`, what predicted it, and another such step
+    as `plots.timeline` draws it. `launch_ms` is the host's time for a launch, without delays."""
 
     run: Run
     program: Program
@@ -203,7 +203,7 @@ def predict_and_measure(
     if traced is None:
         step.timed(0, warmup=3)
         trace = step.traced()
-        program, lanes = Program.of(trace), trace.timeline()
+        program, lanes = Program.of(trace), step.lanes()
         work = workload.work_of(recipe, step.batch)
         del trace
         gc.collect()  # a trace is a hundred thousand objects

@@ -227,7 +227,7 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
         run = _run(claim, runs)
         heavy, light = (sum(metric_of(run, m) for m in how[s]) for s in ("heavier", "lighter"))
         sums = ((heavy, how["heavier"]), (light, how["lighter"]))
-        sums = (f"{shown(value, of[0])} ({' + '.join(of)})" for value, of in sums)
+        sums = (f"{shown(value, of[0])} ({' + '.join(of).replace('_', ' ')})" for value, of in sums)
         here = " against ".join(sums)
         return Judgement(claim, CONFIRMED if heavy > light else REFUTED, here)
     changes = _effects(claim, runs)

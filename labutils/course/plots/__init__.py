@@ -13,5 +13,5 @@ from labutils.course.plots.memory import stacked_memory
 from labutils.course.plots.palette import FILLS, INK, MEMORY_FILLS, MIST, NAVY, RUST, VERDICT_MARKS
 from labutils.course.plots.runs import frontier, ladder, sweep, utilisation
 from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
-from labutils.course.plots.series import curves, grouped, model_and_points, over_decoding, panels
-from labutils.course.plots.traces import beside, breakdown, timeline
+from labutils.course.plots.series import curves, grouped, over_decoding, panels
+from labutils.course.plots.traces import beside, breakdown, timeline, typical

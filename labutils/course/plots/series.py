@@ -55,39 +55,14 @@ def panels(
     return axes
 
 
-def model_and_points(
-    ax: Axes,
-    model: Mapping[str, Mapping[float, float]],
-    measured: Mapping[str, Mapping[float, Spread]],
-    xlabel: str,
-) -> Axes:
-    """Optimizer steps over a knob: a line of the model, and measured points with p10-p90, by name.
-
-    A name has the same colour in both. model: name -> x -> ms; measured: name -> x -> spread.
-    """
-    colors = dict(zip([*model, *measured], cycle(COLORS), strict=False))
-    for (name, points), line in zip(model.items(), cycle(LINES), strict=False):
-        label = f"{name}, predicted"
-        ax.plot(*layout.xy(points), linestyle=line, color=colors[name], label=label, zorder=2)
-    for (name, points), marker in zip(measured.items(), cycle(MARKERS), strict=False):
-        color = colors[name]
-        low, median, high = zip(*points.values(), strict=True) if points else ((), (), ())
-        ax.vlines(list(points), low, high, color=color, linewidth=4, alpha=0.35, zorder=3)
-        look = {"markersize": 8, "markeredgecolor": PAPER, "label": f"{name}, measured"}
-        ax.plot(list(points), median, marker, color=color, zorder=4, **look)
-    ax.set_ylim(bottom=0)
-    ax.set(xlabel=xlabel, ylabel="ms an optimizer step")
-    layout.legend(ax)
-    return ax
-
-
 def over_decoding(
     ax: Axes,
     model: Mapping[int, Mapping[float, float]],
     measured: Mapping[int, Mapping[str, tuple[float, Spread]]],
     xlabel: str,
 ) -> Axes:
-    """Step time over the time to make one example, for each number of workers.
+    """Step time over the time to make one example, for each number of workers: a line of the model,
+    and measured points with p10-p90. Both have the same colour.
 
     measured: workers -> name -> (ms an example, p10-median-p90 of a step). The names stand beside
     the points without workers.
@@ -96,7 +71,17 @@ def over_decoding(
     lines = {titles.get(n, f"{n} workers"): points for n, points in model.items()}
     points = {titles.get(n, f"{n} workers"): dict(of.values()) for n, of in measured.items()}
     ax.margins(y=0.15)  # for the topmost name
-    model_and_points(ax, lines, points, xlabel)
+    colors = dict(zip([*lines, *points], cycle(COLORS), strict=False))
+    for (name, line), style in zip(lines.items(), cycle(LINES), strict=False):
+        look = {"linestyle": style, "color": colors[name], "label": f"{name}, predicted"}
+        ax.plot(*layout.xy(line), **look, zorder=2)
+    for (name, spreads), marker in zip(points.items(), cycle(MARKERS), strict=False):
+        low, median, high = zip(*spreads.values(), strict=True) if spreads else ((), (), ())
+        ax.vlines(list(spreads), low, high, color=colors[name], linewidth=4, alpha=0.35, zorder=3)
+        look = {"markersize": 8, "markeredgecolor": PAPER, "label": f"{name}, measured"}
+        ax.plot(list(spreads), median, marker, color=colors[name], zorder=4, **look)
+    ax.set(xlabel=xlabel, ylabel="ms an optimizer step", ylim=(0, None))
+    layout.legend(ax)
     ax.set_xlim(left=0)
     alone = sorted(measured.get(0, {}).items(), key=lambda item: item[1][0])
     near = 0.06 * max((x for _, (x, _) in alone), default=0.0)

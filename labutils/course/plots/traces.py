@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from labutils.course.plots import layout
 from labutils.course.plots.palette import FILLS, KIND_FILLS, PAPER, PHASE_FILLS, SHARE_FILLS, Fill
 from labutils.course.tables import cell
@@ -39,6 +41,24 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[Interval]], most: int = 6) -
     ax.set(xlim=(start, end), xlabel="ms")
     ax.label_outer()  # another picture below it, of the same time, names the axis for both
     return ax
+
+
+def typical(lanes: Mapping[str, Sequence[Interval]], wide: float) -> dict[str, list[Interval]]:
+    """The `wide` milliseconds that are the most like the whole: where each lane is as full as it is
+    on average. Blocks are cut at both ends. Lanes without a block are left out."""
+    lanes = {lane: blocks for lane, blocks in lanes.items() if blocks}
+    first = min(start for blocks in lanes.values() for start, _, _ in blocks)
+    last = max(start + ms for blocks in lanes.values() for start, ms, _ in blocks)
+    edges, off = np.arange(first, last + wide, wide), 0.0
+    for blocks in lanes.values():
+        starts, ms, _ = zip(*blocks, strict=True)
+        filled, _ = np.histogram(starts, edges, weights=ms)
+        off = off + np.abs(filled / filled.mean() - 1)
+    begin, cut = float(edges[np.argmin(off)]), {}
+    for lane, blocks in lanes.items():
+        ends = [(max(s, begin), min(s + ms, begin + wide), kind) for s, ms, kind in blocks]
+        cut[lane] = [(s - begin, e - s, kind) for s, e, kind in ends if s < e]
+    return cut
 
 
 def _draw_lane(
