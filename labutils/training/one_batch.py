@@ -53,6 +53,7 @@ class OnOneBatch:
         lanes: dict[str, list[tuple[float, float, str]]] = {"host": [], "GPU": []}
         if self.trainer.workload.device.type != "cuda":
             return lanes
+        torch.cuda.synchronize()  # without a call to CUDA an earlier profiler can't leave
         warm = schedule(wait=0, warmup=1, active=1, repeat=1)
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA], schedule=warm) as profiler:
             for _ in range(2):

@@ -278,16 +278,16 @@ class SlowHost(TorchDispatchMode):
 
 # %%
 number, x = torch.ones(1, device=lab.device), torch.randn(8, 64, device=lab.device)
-linear = nn.Sequential(nn.Linear(64, 64)).to(lab.device)
-adapted = get_peft_model(nn.Sequential(nn.Linear(64, 64)), LoraConfig(target_modules=["0"]))
-adapted.to(lab.device)
-deep = nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))).to(lab.device)
+linear = nn.Linear(64, 64).to(lab.device)
+deep, frozen = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(24))) for _ in range(2))
+adapted = get_peft_model(frozen, LoraConfig(target_modules=r"\d+")).to(lab.device)
+deep.to(lab.device)
 calls = {
     "x.neg_() on one number": number.neg_,
     "a linear layer": lambda: linear(x),
-    "the same, forward and backward": lambda: linear(x).sum().backward(),
-    "with PEFT's adapter": lambda: adapted(x).sum().backward(),
+    "it, forward and backward": lambda: linear(x).sum().backward(),
     "24 layers, forward and backward": lambda: deep(x).sum().backward(),
+    "they, with PEFT's adapters": lambda: adapted(x).sum().backward(),
 }
 rows = []
 for name, call in calls.items():
@@ -1192,7 +1192,7 @@ def operations(layers, experts):
     shape = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "vocab_size": 1024}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": experts}
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    ids, counts = torch.arange(1024).view(4, 256), []  # so many that each expert gets some
+    ids, counts = torch.arange(1024).view(64, 16), []  # so many that each expert gets some
     for few in (1, 2):
         lm = GptOssForCausalLM(GptOssConfig(**shape, **how, num_hidden_layers=few))
         lm = get_peft_model(lm, LoraConfig(target_modules=r".*self_attn\.[qkvo]_proj"))
