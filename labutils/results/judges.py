@@ -224,12 +224,14 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
     """
     how = claim.how
     if "heavier" in how:
-        run = _run(claim, runs)
-        heavy, light = (sum(metric_of(run, m) for m in how[s]) for s in ("heavier", "lighter"))
-        sums = ((heavy, how["heavier"]), (light, how["lighter"]))
-        sums = (f"{shown(value, of[0])} ({' + '.join(of).replace('_', ' ')})" for value, of in sums)
-        here = " against ".join(sums)
-        return Judgement(claim, CONFIRMED if heavy > light else REFUTED, here)
+        run, sums, here = _run(claim, runs), [], []
+        for side in (how["heavier"], how["lighter"]):
+            sums.append(sum(metric_of(run, metric) for metric in side))
+            # Without its unit a metric's name says what it is of: the host's share is "host".
+            parts = " + ".join(metric.rpartition("_")[0].replace("_", " ") for metric in side)
+            here.append(f"{shown(sums[-1], side[0])} ({parts})")
+        verdict = CONFIRMED if sums[0] > sums[1] else REFUTED
+        return Judgement(claim, verdict, " against ".join(here))
     changes = _effects(claim, runs)
     if "than_base" in claim.runs:
         other = _effects(claim, runs, "than_base", "than_changed")

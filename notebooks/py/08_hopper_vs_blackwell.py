@@ -20,11 +20,11 @@
 #
 # Article A3 trains two models on two cards. On the dense Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000
 # Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins on long texts, at a third of the price. The
-# article blames the H100's *host*, the CPU that hands out the work: it launched kernels too slowly.
+# article blames the H100's *host*, the CPU that hands out work: it launches kernels too slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 10 % of a toy and a
-# small Qwen3. On eleven hosts the course's version came within 3 % of Qwen3-8B, and within 13 % of gpt-oss's loop. Scaled to an
-# H100, kernels came out 10 to 21 % too long.
+# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 7 % of a toy and a
+# small Qwen3. On twelve hosts the course's version came within 4 % of Qwen3-8B, and within 13 % of gpt-oss's loop. Carried over to
+# an H100, it came within 10 %.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -112,8 +112,8 @@ my_peak: float | None = None  # for example 1979
 lab.predict("dense BF16 peak of the H100 (data sheet)", my_peak, "TFLOP/s")
 
 # %% [markdown]
-# **Technique.** If two of every four weights are zero, tensor cores skip the zeros. Vendors print that rate, *with sparsity*.
-# A training step's peak is the *dense* one, half of it.
+# **Technique.** If two of every four weights are zero, tensor cores skip the zeros. Vendors print that rate, *with sparsity*. A
+# training step's peak is the *dense* one, half of it.
 
 # %%
 formats = ("fp64", "int32", "fp32", "tf32", "bf16", "int8", "fp8", "fp4")
@@ -303,10 +303,10 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# A backward pass has a cost of its own, 305 - 7 × 25 = 130 µs here. In 24 layers many operations share it. Adapters add operations,
-# but hardly time an operation.
+# A backward pass has a cost of its own, here 183 - 7 × 19 = 50 µs. In 24 layers many operations share it.
 #
-# **Takeaway.** An operation takes this host 8 µs bare, 25 in a deep network: $c$ belongs to a host and to the Python around a launch.
+# **Takeaway.** An operation takes this host 6 µs bare, 19 in a deep network, 24 with adapters: $c$ belongs to a host and to the
+# Python around a launch.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -412,14 +412,14 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 10 %. The larger sum is up to 38 % short: each of 12 waits adds a launch or a kernel.
+# On the H200 the replay came within 5 %. The larger sum is up to 27 % short: each wait adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# Put your own model into the next cell, uncompiled: `lm` and `training_step`.
+# Put your own, uncompiled, into the next cell.
 
 # %%
 width = {"tiny": 64, "small": 1024, "full": 2048}[lab.scale]
@@ -463,8 +463,8 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# At 256 tokens the host decides, at 2,048 the kernels. At 1,024 both take nearly as long: the larger sum is 6 % short, the replay
-# 1.
+# At 256 tokens the host decides, at 2,048 the kernels. At 1,024 both take nearly as long: the larger sum is 5 % short, the replay
+# is right.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -474,8 +474,8 @@ lm = optimizer = mine = None  # their memory is needed
 # **Question.** Which clock do a dense model and a mixture of experts go by?
 #
 # **Technique.** gpt-oss sends each token to a few of many MLPs, its *experts*. With `experts_implementation="eager"` the library
-# takes one expert after the other, as it always did before version 5. For each it asks the GPU several times which tokens are its,
-# and waits.
+# takes one expert after the other, its default until version 5. For each it asks the GPU several times which tokens are its, and
+# waits.
 #
 # The course's replay takes three things more into account. Between queued kernels the GPU stands still for a *gap*. Host times
 # differ by launch: the trace gives their ratios, $c$ their mean. And the host is at most 1,024 launches ahead.
@@ -581,13 +581,12 @@ lab.table(pd.DataFrame(rows), otherwise="A CPU has no launches.")
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The dense model goes by the *GPU*: kernels take 368 ms, launches 291. 12,000 gaps add 16 ms. For the other 13 of the replay's 397
-# the GPU waits for PyTorch.
+# The dense model goes by the *GPU*: kernels take 368 ms, launches 304. Gaps and slow launches add 25.
 #
-# The expert loop goes by the *host*: launches take 1.0 s, kernels 0.49. The GPU is idle for 61 %.
+# The expert loop goes by the *host*: launches take 0.93 s, kernels 0.49. The GPU is idle for 55 %.
 #
-# The loop's replay is 10 % short, and *again*, a moment later, 4 % long. The host's speed changes meanwhile: single steps took
-# 1,083 to 1,589 ms. *Off by* has 95 % intervals.
+# A host's speed changes within seconds: *again*, a moment later, $c$ is 19.4 µs for 15.6, and the loop takes 16 % longer. Single
+# steps took 1,056 to 1,412 ms. *Off by* has 95 % intervals.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -687,8 +686,8 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 2.7 times as fast. Launches then take 195 ms, kernels 438: the
-# GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 3 %: the GPU decided already. *Compiled* takes 2.2 times
+# On the H200 *grouped* cut launches to a seventh and made the step 2.4 times as fast. Launches then take 193 ms, kernels 437: the
+# GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 4 %: the GPU decided already. *Compiled* takes 2.2 times
 # the *floor*, the least time at this card's measured rates.
 
 # %%
@@ -709,11 +708,11 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# Two typical milliseconds of each step. White in the host's row is Python and PyTorch, which count in $c$; recording adds to it.
-# *Dense*: the host is ahead, kernels follow each other. *Loop*: the GPU waits for launches, and the host for the GPU. *Captured*:
-# the one call is long past, and the host waits for the end.
+# Two typical milliseconds of each step. White in the host's row is Python and PyTorch, which count in $c$. Recording adds to it.
+# *Dense*: the host is ahead, kernels follow each other. *Loop*: the GPU waits for launches. *Captured*: after one call the host
+# waits for the end.
 #
-# **Takeaway.** First fewer launches: 3 times as fast. Then less kernel time: 3 times again.
+# **Takeaway.** First fewer launches: 2.4 times as fast. Then less kernel time: 3 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -758,10 +757,10 @@ print(f"Without the mode a step takes {ms[None]:.2f} ms.")
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# The detour costs 3.3 ms. Beyond it delays of 3 and 15 ms add 3.5 and 16.7: a step pays a little more than its delays.
+# The detour costs 4.6 ms. Beyond it delays of 3 and 15 ms add 3.4 and 18.1: a step pays more than its delays.
 #
-# **Measurement.** gpt-oss's steps through the detour take turns without and with a delay of 30 µs an operation. Short steps through
-# the detour give its $c$. For the delay 30 µs an operation are added.
+# **Measurement.** gpt-oss's steps take the detour, in turns without and with a delay of 30 µs an operation. Short steps give the
+# detour's $c$; the delay is added.
 
 
 # %%
@@ -785,11 +784,10 @@ rows = [row for way, steps in read.items() if len(steps) == 4 for row in paid(wa
 lab.table(pd.DataFrame(rows), otherwise="A CPU has no launches that could be slowed.")
 
 # %% [markdown]
-# The loop pays nearly all that its host takes longer. *Grouped* hides the detour behind its kernels, until the delay makes launches
-# outlast them. The replay says which, but not exactly how much: it is 18 % too high for the loop's detour, 38 % too low for
-# *grouped*'s delay.
+# The loop pays nearly all that its host takes longer. *Grouped* hides most of the detour behind its kernels, until the delay makes
+# launches outlast them. The replay says which step pays, but not well how much: 1,505 ms for 1,229, 128 for 193.
 #
-# **All records** of this replay, on eleven of our H200s. Their hosts take 15 to 28 µs a launch of the loop:
+# **All records** of this replay, on twelve of our H200s. Their hosts take 15 to 28 µs a launch of the loop:
 
 # %%
 since = "2026-11-28T08"  # this replay's first run
@@ -814,7 +812,7 @@ plt.show()
 
 # %% [markdown]
 #
-# The replay is within 3 % for dense, *grouped* and graphs, 13 for the loop and *rewritten*, and 19 beside slowed hosts. It is
+# The replay is within 4 % for dense, *grouped* and graphs, 13 for the loop and *rewritten*, and 20 beside slowed hosts. It is
 # better the less the host decides.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
@@ -933,14 +931,12 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **The test** is an H100 of ours. Its kernels are shorter than predicted, most in the loop, whose kernels are the smallest. Beside
-# its own host's $c$ steps come within 10 %. The RTX card and the B200 are untested.
+# **The test** is an H100 of ours. Kernels come out too long, most in the loop, whose kernels are the smallest. Beside its own
+# host's $c$, steps come within 9 %. The RTX card and the B200 are untested.
 #
-# In the loop cards are up to 1.4 times apart. On the Blackwell card launches take 1.0 s and kernels 1.2. Between waits they take
-# turns to decide: 1.5 s. Captured, cards are up to 4.5 times apart; the Blackwell card's bar is hollow, as it can't capture
-# (section 6).
+# In the loop cards are up to 1.5 times apart. Captured, they are 4.5 times apart; the hollow bar's card can't capture (section 6).
 #
-# At equal batches of 4 the Blackwell card is 0.78 times as fast as the H100 in the loop, 0.52 on the dense model. At a third of the
+# At equal batches of 4 the Blackwell card is 0.75 times as fast as the H100 in the loop, 0.52 on the dense model. At a third of the
 # price that is 2.3 and 1.6 times the steps for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
@@ -1205,9 +1201,9 @@ for run in [run for run in large if run.metric("flops_per_step") and run.samples
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# Kernels come out 9 and 30 % too long, QLoRA's restoring of weights not counted.
+# Kernels come out 9 and 29 % too long, QLoRA's restoring of weights not counted.
 #
-# **Then launches.** Layers are alike. Thin models of one and of two layers tell how many operations a step of any depth has.
+# **Then launches.** Layers are alike: thin models of one and two layers tell how many operations any depth has.
 
 
 # %%
@@ -1268,9 +1264,9 @@ long = both_cards().query("texts == 'long'").drop(columns="texts")
 lab.table(long.replace({"dense": "Qwen3-32B", "moe": "gpt-oss-120b"}))
 
 # %% [markdown]
-# **Which host would it take?** The table holds for one host. So draw the ratio of its last two rows over all hosts. Bands: kernels
-# up to 1.3 times shorter than predicted, as lab 07's were. The dotted line: on short texts the article's cards draw level, 9,400
-# and 9,200, though their peaks are 2.25 times apart. If a host decides there, its $c$ follows.
+# **Which host does it take?** Draw the ratio of the table's last two rows over all hosts. Bands: kernels up to 1.3 times shorter,
+# as lab 07's were. Dotted: on short texts the article's cards draw level, though their peaks are 2.25 times apart. If a host
+# decides there, its $c$ follows.
 
 
 # %%
@@ -1327,11 +1323,11 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** A host can. If texts aren't padded and the H100 holds half the batch, the article's 1.3 to 1.4 takes a host of 20 to
-# 29 µs a launch. This one is faster, with 17; our others take 15 to 28, and the article's short texts say 25. Padded it takes at
-# least 48 µs. At equal batches no host lets the Blackwell card win.
+# 29 µs a launch. This one is faster, with 16 to 19; our others take 15 to 28, and the article's short texts say 25. Padded it takes
+# 48 µs or more. At equal batches no host lets Blackwell win.
 #
-# That a host did it is not shown. On Qwen3-32B our rates are 28 and 44 % too low, and the cards 2.0 apart, not 2.5: the article's
-# unsloth has own kernels.
+# That a host did it is not shown: unsloth has own kernels. On Qwen3-32B our rates are 28 and 44 % too low, and the cards 2.0 apart,
+# not 2.5.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

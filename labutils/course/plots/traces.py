@@ -44,14 +44,14 @@ def timeline(ax: Axes, lanes: Mapping[str, Iterable[Interval]], most: int = 6) -
 
 
 def typical(lanes: Mapping[str, Sequence[Interval]], wide: float) -> dict[str, list[Interval]]:
-    """The `wide` milliseconds that are the most like the whole: where each lane is as full as it is
-    on average. Blocks are cut at both ends. Lanes without a block are left out."""
+    """The `wide` milliseconds that are the most like the whole: each category fills a lane as much
+    as it does on average. Blocks are cut at both ends. Lanes without a block are left out."""
     lanes = {lane: blocks for lane, blocks in lanes.items() if blocks}
     first = min(start for blocks in lanes.values() for start, _, _ in blocks)
     last = max(start + ms for blocks in lanes.values() for start, ms, _ in blocks)
     edges, off = np.arange(first, last + wide, wide), 0.0
-    for blocks in lanes.values():
-        starts, ms, _ = zip(*blocks, strict=True)
+    for lane, kind in dict.fromkeys((lane, k) for lane, of in lanes.items() for *_, k in of):
+        starts, ms = zip(*((at, ms) for at, ms, k in lanes[lane] if k == kind), strict=True)
         filled, _ = np.histogram(starts, edges, weights=ms)
         off = off + np.abs(filled / filled.mean() - 1)
     begin, cut = float(edges[np.argmin(off)]), {}
