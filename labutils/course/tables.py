@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from labutils.results.effects import time_effect
-from labutils.results.judges import Judgement
+from labutils.results.judges import DIFFERS, Judgement
 from labutils.results.records import Run, to_frame
 
 if TYPE_CHECKING:
@@ -95,7 +95,9 @@ def verdict_table(judgements: Iterable[Judgement]) -> str:
     """claim | published | ours | here | verdict, with its reason."""
     rows = []
     for j in judgements:
-        ours = f"{j.reference} ({j.reference_verdict})" if j.reference else "–"
+        # Where hosts differ, each number names its verdict.
+        form = "{1}: {0}" if j.reference_verdict == DIFFERS else "{0} ({1})"
+        ours = form.format(j.reference, j.reference_verdict) if j.reference else "–"
         verdict = f"**{j.verdict}**" + f": {j.why}" * bool(j.why)
         verdict += f" *{j.claim.note}*" * bool(j.claim.note)
         claim = f"**{j.claim.id}** {j.claim.statement}"

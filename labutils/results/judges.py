@@ -83,7 +83,7 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
         answers = [one for one in twice if not one.unsteady] or shaky
     last = (answers or by_host)[-1]
     if len(newest := {one.verdict: one for one in answers}) > 1:
-        here = "; on another host ".join(f"{one.verdict} ({one.here})" for one in newest.values())
+        here = ", ".join(f"{one.here} ({one.verdict})" for one in newest.values())
         why = f"{len(answers)} hosts; of each verdict the newest."
         last = replace(last, verdict=DIFFERS, here=here, why=why)
     return replace(last, theirs=theirs)
@@ -224,14 +224,13 @@ def compare(claim: Claim, runs: Runs) -> Judgement:
     """
     how = claim.how
     if "heavier" in how:
-        run, sums, here = _run(claim, runs), [], []
-        for side in (how["heavier"], how["lighter"]):
-            sums.append(sum(metric_of(run, metric) for metric in side))
-            # Without its unit a metric's name says what it is of: the host's share is "host".
-            parts = " + ".join(metric.rpartition("_")[0].replace("_", " ") for metric in side)
-            here.append(f"{shown(sums[-1], side[0])} ({parts})")
-        verdict = CONFIRMED if sums[0] > sums[1] else REFUTED
-        return Judgement(claim, verdict, " against ".join(here))
+        run, sides = _run(claim, runs), (how["heavier"], how["lighter"])
+        heavy, light = (sum(metric_of(run, metric) for metric in side) for side in sides)
+        # Without its unit a metric's name says what it is of: the host's share is "host".
+        names = [" + ".join(metric.rpartition("_")[0] for metric in side) for side in sides]
+        sums = [shown(value, side[0]) for value, side in zip((heavy, light), sides, strict=True)]
+        here = f"{sums[0]} ({names[0]}) against {sums[1]} ({names[1]})".replace("_", " ")
+        return Judgement(claim, CONFIRMED if heavy > light else REFUTED, here)
     changes = _effects(claim, runs)
     if "than_base" in claim.runs:
         other = _effects(claim, runs, "than_base", "than_changed")

@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 
 import torch
-from torch.profiler import ProfilerActivity, schedule
+from torch.profiler import ProfilerActivity
 
 from labutils.profiling.timing import StepTimes
 from labutils.profiling.trace import Trace, profile
@@ -54,17 +54,15 @@ class OnOneBatch:
         if self.trainer.workload.device.type != "cuda":
             return lanes
         torch.cuda.synchronize()  # without a call to CUDA an earlier profiler can't leave
-        warm = schedule(wait=0, warmup=1, active=1, repeat=1)
-        with torch.profiler.profile(activities=[ProfilerActivity.CUDA], schedule=warm) as profiler:
-            for _ in range(2):
-                self.step()
-                torch.cuda.synchronize()
-                profiler.step()
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            self.step()
+            torch.cuda.synchronize()
         for event in profiler.events():
             block = event.time_range.start / 1e3, event.time_range.elapsed_us() / 1e3
             if event.device_type == torch.autograd.DeviceType.CUDA:
                 lanes["GPU"].append((*block, "kernel"))
-            elif event.name.startswith("cu"):  # the profiler's own events are not CUDA's
-                kind = "synchronisation" if "Synchronize" in event.name else "launch call"
-                lanes["host"].append((*block, kind))
+            elif "Synchronize" in event.name:
+                lanes["host"].append((*block, "synchronisation"))
+            elif "Launch" in event.name or "Async" in event.name:  # copies are launched, too
+                lanes["host"].append((*block, "launch call"))
         return lanes

@@ -138,6 +138,13 @@ def test_peaks_show_the_share_of_the_dense_peak(ax):
     assert_tidy(ax)
 
 
+def test_typical_milliseconds_have_what_the_whole_has():
+    waits = [(float(at), 0.01, "wait") for at in range(20)]  # all in the first fifth
+    calls = [(at / 10, 0.05, "call") for at in range(1000)]
+    found = plots.typical({"host": [*calls, *waits], "GPU": []}, 2.0)
+    assert {kind for *_, kind in found["host"]} == {"call", "wait"} and not found["GPU"]
+
+
 def test_a_picture_of_memory_keeps_the_peak_however_many_events(ax):
     levels = [10**9] * 5000
     levels[4321] = 7 * 10**9

@@ -73,8 +73,7 @@ def over_decoding(
     ax.margins(y=0.15)  # for the topmost name
     colors = dict(zip([*lines, *points], cycle(COLORS), strict=False))
     for (name, line), style in zip(lines.items(), cycle(LINES), strict=False):
-        look = {"linestyle": style, "color": colors[name], "label": f"{name}, predicted"}
-        ax.plot(*layout.xy(line), **look, zorder=2)
+        ax.plot(*layout.xy(line), style, color=colors[name], label=f"{name}, predicted", zorder=2)
     for (name, spreads), marker in zip(points.items(), cycle(MARKERS), strict=False):
         low, median, high = zip(*spreads.values(), strict=True) if spreads else ((), (), ())
         ax.vlines(list(spreads), low, high, color=colors[name], linewidth=4, alpha=0.35, zorder=3)
