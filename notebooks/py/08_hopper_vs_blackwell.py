@@ -18,13 +18,14 @@
 # %% [markdown]
 # # Lab 08 · Hopper against Blackwell
 #
-# Article A3 trains two models on two cards. On the dense Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000
-# Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the workstation card wins on long texts, at a third of the price. The
-# article blames the H100's *host*, the CPU that hands out work: it launches kernels too slowly.
+# [Article A3](https://proc-cpuinfo.fixstars.com/2025/12/6000-max-q-llm-finetuning) trains two models on two cards. On the dense
+# Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000 Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the
+# workstation card wins on long texts, at a third of the price. The article blames the H100's *host*, the CPU that hands out work:
+# it launches kernels too slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 7 % of a toy and a
-# small Qwen3. On twelve hosts the course's version came within 4 % of Qwen3-8B, and within 13 % of gpt-oss's loop. Carried over to
-# an H100, it came within 10 %.
+# You write a model of ten lines that predicts a step from its launches. On the recorded page it came within 8 % of a toy and a
+# small Qwen3. On thirteen hosts the course's version came within 4 % of Qwen3-8B, and within 15 % of gpt-oss's loop. Carried over
+# to an H100, it came within 19 %.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -303,10 +304,10 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# A backward pass has a cost of its own, here 183 - 7 × 19 = 50 µs. In 24 layers many operations share it.
+# A backward pass has a cost of its own, here 326 - 7 × 26 = 140 µs. In 24 layers many operations share it.
 #
-# **Takeaway.** An operation takes this host 6 µs bare, 19 in a deep network, 24 with adapters: $c$ belongs to a host and to the
-# Python around a launch.
+# **Takeaway.** An operation takes this host 8 µs bare, 26 in a deep network: $c$ belongs to a host and to the Python around a
+# launch.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -314,10 +315,10 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How well does the replay predict a step that was only traced?
 #
 # **Technique.** A trace tells which kernels a step launches, in which order, and where the host waits. The profiler hardly slows
-# kernels. After a run it stays loaded and can slow launches, unless `TEARDOWN_CUPTI=1`.
+# kernels.
 
 # %% [markdown]
-# **A toy.** The host decides a thin network's step: $c$ is (step - waits × mean kernel) / launches. On a CPU it means nothing.
+# **A toy.** The host decides a thin network's step: $c$ is (step - waits × mean kernel) / launches.
 
 
 # %%
@@ -335,7 +336,7 @@ def queue_of(profiler):
 
 # %%
 TRACED = 3  # steps
-os.environ["TEARDOWN_CUPTI"] = "1"
+os.environ["TEARDOWN_CUPTI"] = "1"  # else the profiler stays loaded and can slow launches
 
 
 def traced(step):
@@ -412,14 +413,14 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 5 %. The larger sum is up to 27 % short: each wait adds a launch or a kernel.
+# On the H200 the replay came within 6 %. The larger sum is up to 36 % short: each wait adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
 #
 # $$ c = \frac{\text{short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# Put your own, uncompiled, into the next cell.
+# For your own, uncompiled, change `lm`, `optimizer`, `lengths` and `ids` in the next cell.
 
 # %%
 width = {"tiny": 64, "small": 1024, "full": 2048}[lab.scale]
@@ -463,8 +464,7 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# At 256 tokens the host decides, at 2,048 the kernels. At 1,024 both take nearly as long: the larger sum is 5 % short, the replay
-# is right.
+# At 256 tokens the host decides, and the replay is 8 % too long; elsewhere it is within 4 %. At 1,024 the larger sum is 6 % short.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -477,8 +477,8 @@ lm = optimizer = mine = None  # their memory is needed
 # takes one expert after the other, its default until version 5. For each it asks the GPU several times which tokens are its, and
 # waits.
 #
-# The course's replay takes three things more into account. Between queued kernels the GPU stands still for a *gap*. Host times
-# differ by launch: the trace gives their ratios, $c$ their mean. And the host is at most 1,024 launches ahead.
+# The course's replay knows three things more: the GPU's *gap* between queued kernels; launches' *ratios* from the trace, with $c$
+# as their mean; and that the host is at most 1,024 launches ahead.
 #
 # **Your predictions:** how many µs does a launch take the host in gpt-oss's training loop? For how much of the step is the GPU
 # idle?
@@ -526,8 +526,8 @@ def study(family, way, delay_us=None):
 
 
 # %% [markdown]
-# **Measurement.** Qwen3 (*dense*) and gpt-oss (*moe*) train on four texts of 861 tokens a step; four of 117 tokens give $c$, in
-# turns. gpt-oss's step is measured *again*, and slowed, for section 7.
+# **Measurement.** Steps of Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens are predicted; steps on four of 117, in
+# turns with them, give $c$. gpt-oss's are measured *again*, and slowed for section 7.
 
 # %%
 slower_us = 30.0  # for section 7
@@ -579,12 +579,13 @@ lab.table(pd.DataFrame(rows), otherwise="A CPU has no launches.")
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The dense model goes by the *GPU*: kernels take 368 ms, launches 304. Gaps and slow launches add 25.
+# The dense model goes by the *GPU*: kernels take 371 ms, launches 298.
 #
-# The expert loop goes by the *host*: launches take 0.93 s, kernels 0.49. The GPU is idle for 55 %.
+# The expert loop goes by the *host*: launches take 1.1 s, kernels 0.49. The GPU is idle for 66 %. The short form gives 1,130 ms,
+# the replay 1,214: launches aren't alike. With gaps and ratios section 2's replay says the same.
 #
-# A host's speed changes within seconds: *again*, a moment later, $c$ is 19.4 µs for 15.6, and the loop takes 16 % longer. Single
-# steps took 1,056 to 1,412 ms. *Off by* has 95 % intervals.
+# A host's speed changes within seconds: single steps of the loop took 1,091 to 1,701 ms. So the replay is 15 % short, and *again*
+# 15 % long. *Off by*'s 95 % intervals reach 35 %.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -648,7 +649,7 @@ with lab.attempt("A CUDA graph of grouped"):
 # %% [markdown]
 # **Measurement.** gpt-oss's loop and four other ways:
 # - *grouped*: `set_experts_implementation("grouped_mm")`, transformers 5's default;
-# - *rewritten*: our grouped experts, attention in one kernel, packed texts, a fused AdamW;
+# - *rewritten*: our grouped experts, attention in one kernel, packed texts, a fused AdamW (`labutils/layers`);
 # - *captured*: that in one CUDA graph;
 # - *compiled*: captured, with compiled blocks and a loss that never forms all logits.
 #
@@ -684,8 +685,8 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# On the H200 *grouped* cut launches to a seventh and made the step 2.4 times as fast. Launches then take 193 ms, kernels 437: the
-# GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 4 %: the GPU decided already. *Compiled* takes 2.2 times
+# On the H200 *grouped* cut launches to a seventh and made the step 3.0 times as fast. Launches then take 204 ms, kernels 439: the
+# GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 3 %: the GPU decided already. *Compiled* takes 2.2 times
 # the *floor*, the least time at this card's measured rates.
 
 # %%
@@ -706,11 +707,11 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# Two typical milliseconds of each step. White in the host's row is Python and PyTorch, which count in $c$. Recording adds to it.
-# *Dense*: the host is ahead, kernels follow each other. *Loop*: the GPU waits for launches. *Captured*: after one call the host
-# waits for the end.
+# Two typical milliseconds of each step. White in the host's row is Python and PyTorch, which count in $c$. *Dense*: the host is
+# ahead and waits at the end, kernels follow each other. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after
+# one call the host waits.
 #
-# **Takeaway.** First fewer launches: 2.4 times as fast. Then less kernel time: 3 times again.
+# **Takeaway.** First fewer launches: 3.0 times as fast. Then less kernel time: 3.3 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -755,7 +756,7 @@ print(f"Without the mode a step takes {ms[None]:.2f} ms.")
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# The detour costs 4.6 ms. Beyond it delays of 3 and 15 ms add 3.4 and 18.1: a step pays more than its delays.
+# The detour alone costs 3.5 ms.
 #
 # **Measurement.** gpt-oss's steps take the detour, in turns without and with a delay of 30 µs an operation. Short steps give the
 # detour's $c$; the delay is added.
@@ -780,10 +781,11 @@ runs = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(runs, beside_slower_hosts, experiment="steps", **of)
 
 # %% [markdown]
-# The loop pays nearly all that its host takes longer. *Grouped* hides most of the detour behind its kernels, until the delay makes
-# launches outlast them. The replay says which step pays, but not well how much: 1,505 ms for 1,229, 128 for 193.
+# The loop's launches take 2.2 s more in all, and its step 2.4. *Grouped* hides the detour: 295 ms of launches stay below 439 of
+# kernels; with the delay 485 don't.
 #
-# **All records** of this replay, on twelve of our H200s. Their hosts take 15 to 28 µs a launch of the loop:
+# **All records** of this replay, on thirteen of our H200s. Their hosts take 15 to 21 µs a launch of the loop, up to 28 a minute
+# later:
 
 # %%
 since = "2026-11-28T08"  # this replay's first run
@@ -808,8 +810,8 @@ plt.show()
 
 # %% [markdown]
 #
-# The replay is within 4 % for dense, *grouped* and graphs, 13 for the loop and *rewritten*, and 20 beside slowed hosts. It is
-# better the less the host decides.
+# The replay is within 5 % for dense, *grouped* and graphs, 15 for the loop and *rewritten*, and 19 beside slowed hosts. It is best
+# where kernels decide by far.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -819,7 +821,8 @@ plt.show()
 # **Question.** How long would the step take on other cards, beside this host?
 #
 # **Technique.** Scale each kind of kernel by what bounds it. Products and attention take the longer of their arithmetic and their
-# memory traffic, the *roofline*. LoRA's thin products and all else go by bandwidth. An empty kernel's time stays as it is.
+# memory traffic, the *roofline*, at the step's mean FLOPs a byte. LoRA's thin products and all else go by bandwidth: in the loop 84
+# % of the time.
 
 
 # %%
@@ -927,13 +930,15 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# **The test** is an H100 of ours. Kernels come out too long, most in the loop, whose kernels are the smallest. Beside its own
-# host's $c$, steps come within 9 %. The RTX card and the B200 are untested.
+# **The test** is an H100 of ours, beside its own host's $c$. Kernels come out 10 to 21 % too long, and so do steps that they
+# decide. In the loop two errors cancel: from its own trace it is 10 % short. The RTX card and the B200 are untested, and may be
+# faster than shown.
 #
-# In the loop cards are up to 1.5 times apart. Captured, they are 4.5 times apart; the hollow bar's card can't capture (section 6).
+# In the loop cards are up to 1.4 times apart. *Grouped* or captured, those that can are 2.2 and 2.3 times apart; the hollow bars'
+# card has no kernel for it. On the B200 the dense step, too, goes by the host: 306 ms for kernels of 202.
 #
-# At equal batches of 4 the Blackwell card is 0.75 times as fast as the H100 in the loop, 0.52 on the dense model. At a third of the
-# price that is 2.3 and 1.6 times the steps for the money.
+# At equal batches of 4 the Blackwell card is 0.80 times as fast as the H100 in the loop, 0.52 on the dense model. If it costs a
+# third, that is 2.4 and 1.6 times the steps for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -991,7 +996,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # ## Before you buy a card
 # 1. Trace a step of yours.
 # 2. Remove launches while they take longer than kernels. Check that the card has `grouped_mm`.
-# 3. Compare dense peaks and bandwidths.
+# 3. Scale its kernels by dense peak or bandwidth. Replay them with your $c$.
 # 4. Check that your batch fits.
 #
 # Sections 9 to 11 are optional. They test the article's own numbers, of models and cards that we don't have.
@@ -1108,8 +1113,7 @@ lab.verdict("A3.120b.attention-only")
 # PEFT's `target_modules` finds modules. Experts are parameters, which `target_parameters` names. bitsandbytes skips them, too, and
 # leaves them in 16 bits: 229 GB.
 #
-# **Does a batch fit?** Add up what a step holds, for texts of 2,048 tokens. Cards are sold in GB of $2^{30}$ bytes, this table
-# counts $10^9$:
+# **Does a batch fit?** What a step holds, for texts of 2,048 tokens, in $10^9$ bytes; a card's GB have $2^{30}$:
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
@@ -1146,8 +1150,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# QLoRA of Qwen3-32B at batch 4 exceeds 96 GB, as the article found, if nothing is checkpointed. The 120b's rows suppose experts in
-# 4 bits. By them a batch of 32 fits an H100, too.
+# QLoRA of Qwen3-32B at batch 4 exceeds 96 GB if nothing is checkpointed. The 120b's rows suppose experts in 4 bits. By them a batch
+# of 32 fits an H100, too.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1197,7 +1201,7 @@ for run in [run for run in large if run.metric("flops_per_step") and run.samples
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# Kernels come out 9 and 29 % too long, QLoRA's restoring of weights not counted.
+# They come out 10 and 31 % too long, QLoRA's restoring of weights not counted.
 #
 # **Then launches.** Layers are alike: thin models of one and two layers tell how many operations any depth has.
 
@@ -1265,9 +1269,9 @@ by_cards = long[long["model"] == "dense"].set_index("card")
 articles_kernels = dict(by_cards["article / model"])  # so many times shorter than ours
 
 # %% [markdown]
-# **Which host does it take?** Draw the ratio of the table's last two rows over all hosts. Bands: kernels up to 1.3 times shorter,
-# as lab 07's were. Dotted: on short texts the article's cards draw level, though their peaks are 2.25 times apart. If a host
-# decides there, its $c$ follows.
+# **Which host does it take?** Draw the ratio of the last two rows over all hosts. Bands go from our kernels to the article's, which
+# on Qwen3-32B are 1.4 and 1.8 times shorter. Dotted: on short texts its cards draw level, though their peaks are 2.25 times apart.
+# If a host decides there, its $c$ follows.
 
 
 # %%
@@ -1329,12 +1333,11 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** A host can. If texts aren't padded and the H100 holds half the batch, the article's 1.3 to 1.4 takes a host of 20 to
-# 29 µs a launch. This one is faster, with 16 to 19; our others take 15 to 28, and the article's short texts say 25. Padded it takes
-# 48 µs or more. At equal batches no host lets Blackwell win.
+# **Answer.** A host can. If texts aren't padded and the H100 holds half the batch, the article's 1.3 to 1.4 takes one of 19 to 29
+# µs a launch. This one takes 18, then 21; the article's short texts say 25. Padded it takes 46 µs or more. At equal batches no host
+# lets Blackwell win.
 #
-# That a host did it is not shown: unsloth has own kernels. On Qwen3-32B our rates are 28 and 44 % too low, and the cards 2.0 apart,
-# not 2.5.
+# That one did is not shown: the article timed no host.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
