@@ -809,7 +809,6 @@ ax.legend(bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-#
 # The replay is within 5 % for dense, *grouped* and graphs, 15 for the loop and *rewritten*, and 19 beside slowed hosts. It is best
 # where kernels decide by far.
 #
