@@ -24,7 +24,7 @@
 # it launches kernels too slowly.
 #
 # You write a model of ten lines that predicts a step from its launches. On our H200s it came within 5 % where kernels decide by
-# far, within 15 elsewhere; carried over to an H100, within 19.
+# far, within 19 elsewhere, and within 19 carried over to an H100.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -232,8 +232,8 @@ plt.show()
 #
 # **Question.** How long does an operation take your host?
 #
-# **Technique.** Read the clock before you synchronise: that is the host's time. PyTorch splits a call into *operations*. Count them
-# in a *dispatch mode*: PyTorch hands it each operation first.
+# **Technique.** Read the clock before you synchronise: that is the host's time. A call is *operations*; each makes no, one or
+# several launches. Count them in a *dispatch mode*: PyTorch hands it each operation first.
 
 
 # %%
@@ -419,7 +419,7 @@ toys.clear()  # their weights need the room
 #
 # $$ c = \frac{\text{host's part of the short step}}{\text{its operations}} \cdot \frac{\text{long step's operations}}{\text{its launches}} $$
 #
-# For your own, uncompiled, change `lm`, `optimizer`, `lengths` and `ids` in the next cell.
+# For your own, uncompiled, change `lm`, `optimizer`, `lengths` and `training_step`.
 
 # %%
 width = {"tiny": 64, "small": 1024, "full": 2048}[lab.scale]
@@ -457,14 +457,15 @@ print(f"In the short step kernels take {share:.0%}. Above half, take fewer token
 # %%
 an_operation, rows = host_ms(ms[short], queues[short]) / operations[short], []
 for tokens in long:
-    c = an_operation * operations[tokens] / (len(queues[tokens]) / TRACED)
-    rows.append(compared(f"4 texts of {tokens} tokens", c, queues[tokens], ms[tokens]))
+    my_queue = queues[tokens]
+    my_c = an_operation * operations[tokens] / (len(my_queue) / TRACED)
+    rows.append(compared(f"4 texts of {tokens} tokens", my_c, my_queue, ms[tokens]))
 lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# The larger sum is better at 256 tokens (+2 % against +8), equal at 2,048, worse at 1,024 (-6 against -1): the replay pays where
-# both clocks are close.
+# The larger sum is better at 256 tokens (+2 % against +8), equal at 2,048, worse at 1,024 (-6 against -1): the replay paid where
+# both clocks were close.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -581,10 +582,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # The dense model goes by the *GPU*: kernels take 371 ms, gaps and slow launches 27, launches 298.
 #
 # The expert loop goes by the *host*: launches take 1.1 s, kernels 0.49. The GPU is idle for 66 %, by *again* 58. The short form
-# gives 1,130 ms, the replay 1,214: launches aren't alike. With gaps and ratios section 2's replay says the same.
+# gives 1,130 ms, the replay 1,214: launches aren't alike. Section 2's replay, given gaps and ratios, agrees. The loop's $c$ is
+# lower, as an operation makes 1.3 launches.
 #
-# Single steps of the loop took 1,091 to 1,701 ms. *Again*, $c$ is 13 % higher, but the step 18 % shorter: $c$ misses such changes.
-# So the replay is 15 % short, then 15 % long, and there the larger sum is nearer.
+# Single steps of the loop took 1,091 to 1,701 ms. *Again*, $c$ is 13 % higher, but the step 18 % shorter: the first $c$ was too
+# low, the second too high, and the replay 15 % off, both ways.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -755,7 +757,7 @@ print(f"Without the mode a step takes {ms[None]:.2f} ms.")
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Beyond the detour delays of 3 and 15 ms add 3.7 and 16.9.
+# Beyond the detour delays of 3 and 15 ms add 3.7 and 16.9, 13 to 23 % more.
 #
 # **Measurement.** gpt-oss's steps take the detour, in turns without and with a delay of 30 µs an operation. Short steps give the
 # detour's $c$; the delay is added.
@@ -783,7 +785,7 @@ lab.show(runs, beside_slower_hosts, experiment="steps", **of)
 # In the loop the detour adds 0.83 s for 0.78 predicted, the delay 1.53 for 1.32. *Grouped* hides the detour: 295 ms of launches
 # stay below 439 of kernels; with the delay 485 don't.
 #
-# **All records** of this replay, on thirteen H200s whose hosts take 15 to 21 µs a launch of the loop, *again* up to 28:
+# **All records** of this replay, on thirteen H200s. A launch of the loop takes their hosts 15 to 28 µs:
 
 # %%
 since = "2026-11-28T08"  # this replay's first run
@@ -807,8 +809,8 @@ ax.legend(bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The replay is within 5 % for dense, *grouped* and graphs, 15 for the loop and *rewritten*, and 19 with slowed hosts. It is best
-# where kernels decide by far. The loop's first replay is 7 % short on average, *again* 3 % long: why is open.
+# The replay is within 5 % for dense and *grouped*, 15 for the loop and *rewritten*, 19 with slowed hosts. A graph's replay is its
+# kernels. It is best where kernels decide by far. The loop's first replay is 7 % short on average, *again* 3 % long: why is open.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -875,8 +877,8 @@ with lab.attempt("Steps on four cards", lambda: None):
             found[f"{card}: kernels, ms"] = program.kernel_ms
             found[f"{card}: step, ms"] = step_model.replayed_ms(program, step.launch_ms)
             if run := tested.get((name, card, lab.scale)):
-                c = (run.metric("host_us") or 0.0) / 1e3  # a graph has none
-                found[f"{card}: step beside its host, ms"] = step_model.replayed_ms(program, c)
+                its_c = (run.metric("host_us") or 0.0) / 1e3  # a graph has none
+                found[f"{card}: step beside its host, ms"] = step_model.replayed_ms(program, its_c)
         run = Run("08", f"{name}: four cards", metrics=found, tags=of_cards | {"step": name})
         on_cards[name] = lab.keep(run)
 
@@ -928,22 +930,22 @@ plt.show()
 
 # %%
 def on_card(queue, c, there):
-    """Your own step: its queue (section 4) on another card, with c ms a launch -> ms if all its
-    kernels go by bandwidth, and if all go by dense peak. `there`: for example find_spec("B200")."""
+    """A step, its queue, on another card, with c ms a launch -> ms if all its kernels go by
+    bandwidth, and if all go by dense peak: on_card(my_queue, my_c, find_spec("B200"))."""
     ratios = there.bandwidth / here.bandwidth, there.dense["bf16"] / here.dense["bf16"]
     return [two_clocks([(c, k / by, waits) for k, waits in queue]) / TRACED for by in ratios]
 
 
 # %% [markdown]
-# **The test** is an H100 of ours, with its own host's $c$. Kernels come out 10 to 21 % too long, steps that they decide 4 to 19. In
-# the loop two errors cancel: from its own trace it is 10 % short. The RTX card and the B200 are untested, and may be faster than
-# shown.
+# **The test** is an H100 of ours, with its own host's $c$. Kernels come out 10 to 21 % too long, steps that they decide 4 to 19:
+# short ones probably hardly follow bandwidth. In the loop two errors cancel: from its own trace it is 10 % short. The RTX card and
+# the B200 are untested, and may be faster than shown.
 #
-# In the loop cards are up to 1.4 times apart. *Grouped* or captured, cards with a kernel for it are 2.2 and 2.3 times apart; the
-# hollow bars' card has none.
+# In the loop cards are up to 1.4 times apart. *Grouped* or captured they are 2.2 and 2.3; hollow bars lack the kernel. On a B200
+# the host decides even *dense*: 306 ms for kernels of 202.
 #
-# At equal batches of 4 the Blackwell card is 0.80 times as fast as the H100 in the loop, 0.52 on the dense model. If it costs a
-# third, that is 2.4 and 1.6 times the steps for the money. Why it won in the article: section 11.
+# At equal batches of 4 the Blackwell card is 0.80 times as fast as the H100 in the loop, 0.52 on the dense model. Why it won in the
+# article: section 11.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1001,7 +1003,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # ## Before you buy a card
 # 1. Trace a step of yours.
 # 2. Remove launches while they take longer than kernels. Check that the card has `grouped_mm`.
-# 3. `on_card` replays section 4's step with its kernels. Its host may have another $c$.
+# 3. `on_card(my_queue, my_c, find_spec("B200"))` bounds section 4's step there. Measure $c$ on its host, too.
 # 4. Check that your batch fits.
 #
 # Sections 9 to 11 are optional. They test the article's own numbers, of models and cards that we don't have.
@@ -1154,8 +1156,7 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# QLoRA of Qwen3-32B at batch 4 exceeds 96 GB if nothing is checkpointed. The 120b's rows suppose experts in 4 bits. By them a batch
-# of 32 fits an H100, too.
+# QLoRA of Qwen3-32B at batch 4 exceeds 96 GB if nothing is checkpointed. The 120b's rows suppose experts in 4 bits.
 #
 # **Takeaway.** Count parameters first, then activations.
 
