@@ -938,8 +938,8 @@ def on_card(queue, c, there):
 
 # %% [markdown]
 # **The test** is an H100 of ours, with its own host's $c$. Kernels come out 10 to 21 % too long, steps that they decide 4 to 19:
-# short ones probably hardly follow bandwidth. In the loop two errors cancel: from its own trace it is 10 % short. The RTX card and
-# the B200 are untested, and may be faster than shown.
+# much data probably comes from the cache. In the loop two errors cancel: from its own trace it is 10 % short. The RTX card and the
+# B200 are untested, and may be faster than shown.
 #
 # In the loop cards are up to 1.4 times apart. *Grouped* or captured they are 2.2 and 2.3; hollow bars lack the kernel. On a B200
 # the host decides even *dense*: 306 ms for kernels of 202.
