@@ -517,6 +517,7 @@ def name_of(run):
     return ", ".join(words)
 
 
+# %%
 def study(family, way, delay_us=None):
     """Predict and measure one way to train a model, beside slower hosts as well."""
     described = lab08_launch_bound.tags_of(family, way)
@@ -744,17 +745,9 @@ def beside(delay_us):
 plain_step()  # makes the gradients
 delays_ms, delays = {}, (0, 20, 100)
 ms = in_turns({None: plain_step} | {us: beside(us) for us in delays})
-rows = [
-    {
-        "delay, µs": us,
-        "all delays, ms": delays_ms[us],
-        "a step takes, ms": ms[us],
-        "more, ms": ms[us] - ms[None],
-    }
-    for us in delays
-]
 print(f"Without the mode a step takes {ms[None]:.2f} ms.")
-lab.table(pd.DataFrame(rows))
+heads = ("delay, µs", "all delays, ms", "a step takes, ms", "more, ms")
+lab.table(heads, *((us, delays_ms[us], ms[us], ms[us] - ms[None]) for us in delays))
 
 # %% [markdown]
 # Beyond the detour delays of 3 and 15 ms add 3.7 and 16.9, 13 to 23 % more.
@@ -1053,17 +1046,16 @@ lab.predict("Qwen3-32B, padded texts: an H100's most in an hour", my_most)
 # %%
 ends = ("lm_head", "down_proj")  # of the model and of each block: they aren't computed again
 spared = sum(p.numel() for name, p in qwen.named_parameters() if any(end in name for end in ends))
-most, rows = {}, []
+flops, most, rows = {}, {}, []
+for what, length in {"padded": longest, "not padded": LONG.mean}.items():
+    pairs = attended_pairs(QWEN3_32B, [length])
+    again = 2 * (met["dense"] - spared) * length + 4 * pairs * 64 * 128  # attention: two products
+    flops[what] = count_flops(QWEN3_32B, 8, length, pairs, length) + again
 for place, name in enumerate((BLACKWELL, H100)):
     row = {"Qwen3-32B, long texts an hour": name}
     row["article"] = claims.claim("A3.32b.h100-long").published[place]
-    for what, length in {"padded": longest, "not padded": LONG.mean}.items():
-        pairs = attended_pairs(QWEN3_32B, [length])
-        again = (
-            2 * (met["dense"] - spared) * length + 4 * pairs * 64 * 128
-        )  # attention: two products
-        flops = count_flops(QWEN3_32B, 8, length, pairs, length) + again
-        most[name, what] = 3600 * 1e12 * find_spec(name).dense["bf16"] / flops
+    for what in flops:
+        most[name, what] = 3600 * 1e12 * find_spec(name).dense["bf16"] / flops[what]
         row[f"at most, {what}"] = most[name, what]
     rows.append(row)
 lab.table(pd.DataFrame(rows))
@@ -1242,13 +1234,14 @@ print(f"gpt-oss-120b launches {grown['moe']:.1f} times as much as our model")
 ids, kinds = {"dense": "A3.32b.h100", "moe": "A3.120b.h100"}, {"short": SHORT, "long": LONG}
 
 
-def large_step(card, family, tokens, host_us, shorter=1.0):
+def large_step(card, family, tokens, host_us, shorter):
     """Seconds of (launches, kernels, step) of the large model, checkpointed."""
     kernels = kernels_s(card, family, 1.5 * 4 * met[family] * tokens) / shorter
     n, waits = (1.5 * grown[family] * basis[family].metric(one) for one in ("launches", "waits"))
     return n * host_us / 1e6, kernels, short_form(kernels, n, host_us / 1e6, waits)
 
 
+# %%
 def both_cards(moe_host_us=None, padded=False, equal=False, shorter=None):
     """A row for each model, kind of text and card; `equal`: batches of 32 on both cards, `shorter`:
     so many times shorter kernels on each card."""
@@ -1257,9 +1250,8 @@ def both_cards(moe_host_us=None, padded=False, equal=False, shorter=None):
         n = 16 if (family, kind, card) == ("moe", "long", H100) and not equal else 32
         length = expected_longest(kinds[kind], n) if padded else kinds[kind].mean
         host_us = family == "moe" and moe_host_us or basis[family].metric("host_us")
-        launches, kernels, step = large_step(
-            card, family, n * length, host_us, (shorter or {}).get(card, 1.0)
-        )
+        by = (shorter or {}).get(card, 1.0)
+        launches, kernels, step = large_step(card, family, n * length, host_us, by)
         row = {"model": family, "texts": kind, "card": card, "batch": n, "launches, s": launches}
         row |= {"kernels, s": kernels, "step, s": step, "examples/h": 3600 * n / step}
         published = claims.claim(f"{ids[family]}-{kind}").published[card == H100]

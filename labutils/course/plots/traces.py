@@ -52,9 +52,9 @@ def typical(lanes: Mapping[str, Iterable[Interval]], wide: float) -> dict[str, l
     edges, off = np.arange(first, last + 2 * wide, wide), 0.0
     for what in {block[2:] for block in blocks}:
         at = np.array(sorted(block[:2] for block in blocks if block[2:] == what))
-        until = np.cumsum(at[:, 1] - at[:, 0])  # milliseconds of blocks until each one's end
-        until = np.stack([until - (at[:, 1] - at[:, 0]), until], axis=1)
-        filled = np.diff(np.interp(edges, at.ravel(), until.ravel()))
+        ms = at[:, 1] - at[:, 0]
+        ended = np.cumsum(ms)  # milliseconds of blocks until each one's end
+        filled = np.diff(np.interp(edges, at.ravel(), np.stack([ended - ms, ended], 1).ravel()))
         off += np.abs(np.log(filled / (filled.mean() or 1.0) + 0.1))
     begin = edges[np.argmin(off)]
     cut = [(lane, max(s, begin), min(end, begin + wide), kind) for s, end, lane, kind in blocks]
