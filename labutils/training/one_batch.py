@@ -1,5 +1,5 @@
 """One batch, trained on again and again: every step has the same work, so that one can be traced
-and another timed.
+and another timed. A loop over experts has it at learning rate 0 alone, as learning changes routes.
 
     step = OnOneBatch(trainer, batch)
     trace, step_ms = step.traced(), step.timed(8)

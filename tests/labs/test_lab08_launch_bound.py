@@ -53,6 +53,8 @@ def test_a_launch_is_told_by_operations_which_few_tokens_need_fewer_of(family, m
         told = [lab08.HostStep(step, steps[0]) for step in steps]
         monkeypatch.setattr(lab08.step_model, "host_of", lambda *_: 1.0)
         host_ms = [step.launch_ms(told[0].program, 9) * told[0].program.launches for step in told]
+        steps[1].timed(0, warmup=40)  # tokens that chose other experts would change it
+        assert lab08.operations_of(steps[1]) == told[1].operations
     more = [told[0].operations / each.operations for each in told]
     assert more[:2] == [1, 1] and (more[2] > 1.1) == (family == "moe")
     assert long["input_ids"].numel() > 2 * short["input_ids"].numel()
@@ -113,8 +115,6 @@ def test_a_study_predicts_shows_and_repeats(studied):
     assert long.run.has(model="moe", texts="long", variant=False)
     low, off, high = (long.run.metric(f"off_{end}_percent") for end in ("low", "by", "high"))
     assert -100 < low <= off <= high < 100
-    ratio = long.run.metric("predicted_ms") / long.run.metric("step_ms")
-    assert off == pytest.approx(100 * (ratio - 1))
     assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
     alone = next(lab08.study(texts("moe"), "moe", "grouped", steps=1)).run
     assert alone.metric("launches") < long.run.metric("launches")
