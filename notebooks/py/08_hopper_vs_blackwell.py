@@ -23,8 +23,8 @@
 # workstation card wins on long texts, at a third of the price. The article blames the H100's *host*, the CPU that hands out work:
 # it launches kernels too slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. On our H200s it came within 5 % where kernels decide by
-# far, within 19 elsewhere, and within 19 carried over to an H100.
+# You write a model of ten lines that predicts a step from its launches. On our H200s it came within 6 %, beside slowed hosts within
+# 14, and carried over to an H100 within 19.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -303,9 +303,9 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# A backward pass has a cost of its own, here 326 - 7 × 26 = 144 µs. In 24 layers many operations share it.
+# A backward pass has a cost of its own, here 446 - 7 × 28 = 250 µs. In 24 layers many operations share it.
 #
-# **Takeaway.** An operation takes this host 8 µs bare, 26 in a deep network: $c$ belongs to a host and to the Python around a
+# **Takeaway.** An operation takes this host 7 µs bare, 28 in a deep network: $c$ belongs to a host and to the Python around a
 # launch.
 
 # %% [markdown]
@@ -412,7 +412,7 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 6 %. The larger sum is up to 36 % short: each wait adds a launch or a kernel.
+# On the H200 the replay came within 4 %. The larger sum is up to 32 % short: each wait adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
@@ -464,8 +464,7 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# The larger sum is better at 256 tokens (+2 % against +8), equal at 2,048, worse at 1,024 (-6 against -1): the replay paid where
-# both clocks were close.
+# The replay came within 4 %. It paid where both clocks were close: at 1,024 tokens the larger sum is 7 % short.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -583,13 +582,12 @@ lab.table(pd.DataFrame(rows), otherwise="A CPU has no launches.")
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The dense model goes by the *GPU*: kernels take 371 ms, gaps and slow launches 27, launches 298.
+# The dense model goes by the *GPU*: kernels take 372 ms, launches 334. Gaps add 13 ms, launches that take longer 23.
 #
-# The expert loop goes by the *host*: launches take 1.1 s, kernels 0.49. The GPU is idle for 66 %, by *again* 58. The short form
-# gives 1,130 ms, the replay 1,214: launches aren't alike. Section 2's replay, given gaps and ratios, agrees. The loop's $c$ is
-# lower, as an operation makes 1.3 launches.
+# The expert loop goes by the *host*: launches take 1,368 ms, kernels 499. Waits make 1,484 ms of it, gaps and ratios change little.
+# The GPU is idle for 68 %, by *again* 65. The loop's $c$ is lower, as an operation makes 1.4 launches.
 #
-# Single steps of the loop took 1,091 to 1,701 ms.
+# Single steps of the loop took 1,338 to 1,782 ms: hosts are unsteady, so both kinds of steps take turns.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -689,9 +687,9 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# *Grouped* cut launches to a seventh and made the step 3.0 times as fast, 2.5 by the loop's *again*. Its 7 waits are the training
-# loop's. Launches then take 204 ms, kernels 439: the GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 3 %:
-# the GPU decided already. *Compiled* takes 2.2 times the *floor*, the least time at this card's measured rates.
+# *Grouped* cut launches to a seventh and made the step 3.3 times as fast, 3.0 by the loop's *again*. Its 7 waits are the training
+# loop's. Launches then take 210 ms, kernels 441: the GPU decides. *Rewritten* and *compiled* shorten kernels. *Captured* gains 3 %:
+# the GPU decided already. *Compiled* takes 2.1 times the *floor*, the least time at this card's measured rates.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -715,7 +713,7 @@ with lab.attempt("Host and GPU, from traces"):
 # ahead and waits at the end, kernels follow each other. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after
 # one call the host waits.
 #
-# **Takeaway.** First fewer launches: 2.5 to 3 times as fast. Then less kernel time: 3.3 times again.
+# **Takeaway.** First fewer launches: 3 times as fast. Then less kernel time: 3.4 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -752,7 +750,7 @@ heads = ("delay, µs", "all delays, ms", "a step takes, ms", "more, ms")
 lab.table(heads, *((us, delays_ms[us], ms[us], ms[us] - ms[None]) for us in delays))
 
 # %% [markdown]
-# Beyond the detour delays of 3 and 15 ms add 3.7 and 16.9, 13 to 23 % more.
+# Beyond the detour delays of 3 and 15 ms add 3.7 and 17.2, 15 to 21 % more.
 #
 # **Measurement.** gpt-oss's steps take the detour, in turns without and with a delay of 30 µs an operation. Short steps give the
 # detour's $c$; the delay is added.
@@ -777,16 +775,16 @@ runs = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(runs, beside_slower_hosts, experiment="steps", **of)
 
 # %% [markdown]
-# In the loop the detour adds 0.83 s for 0.78 predicted, the delay 1.53 for 1.32. *Grouped* hides the detour: 295 ms of launches
-# stay below 439 of kernels; with the delay 485 don't.
+# In the loop the detour adds 1.1 s for 1.3 predicted, the delay 2.1 for 1.3. *Grouped* hides the detour: 420 ms of launches stay
+# below 441 of kernels; with the delay 611 don't.
 #
-# **All records** of this replay, on thirteen H200s. A launch of the loop takes their hosts 15 to 28 µs:
+# **All records** of this replay, of an H200 and an H100:
 
 # %%
 of = {"experiment": "steps", "texts": "long"}
-recorded = [run for run in records.read_runs(records.REFERENCE) if run.lab == "08" and run.has(**of)]
-# Older runs of the lab learned meanwhile, which changed what they predicted.
-recorded = [run for run in recorded if run.scale == "full" and run.recipe["learning_rate"] == 0]
+recorded = [run for run in records.reference_runs("08") if run.has(**of) and run.scale == "full"]
+# Older runs learned meanwhile, which changed the steps that they had predicted.
+recorded = [run for run in recorded if run.recipe["learning_rate"] == 0]
 own = [step.run for step in studied.values()] if lab.scale == "full" else []
 known = [run for run in (*recorded, *own) if run.metric("off_by_percent") is not None]
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
@@ -804,8 +802,7 @@ ax.legend(bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The replay is within 5 % for dense and *grouped*, 15 for the loop and *rewritten*, 19 with slowed hosts. A graph's replay is its
-# kernels. It is best where kernels decide by far.
+# The replay is within 6 %, beside slowed hosts within 14. A graph's replay is its kernels.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -924,18 +921,18 @@ for drawn, name in zip(ax.containers, bars, strict=True):
         bar = drawn[list(CARDS).index(H100)]
         label = "measured, with its own host" if name == "moe, loop" else ""
         ax.plot(bar.get_center()[0], run.metric("step_ms"), "k+", label=label)
-ax.legend()
+ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
 # **The test** is an H100 of ours, with its own host's $c$. Kernels come out 10 to 21 % too long, steps that they decide 4 to 19:
-# much data probably comes from the cache. In the loop two errors cancel: from its own trace it is 10 % short. The RTX card and the
-# B200 are untested, and may be faster than shown.
+# much data probably comes from the cache. The loop, which its host decides, is 2 % short. The RTX card and the B200 are untested,
+# and may be faster than shown.
 #
-# In the loop cards are up to 1.4 times apart. *Grouped* or captured they are 2.2 and 2.3; hollow bars lack the kernel. On a B200
-# the host decides even *dense*: 306 ms for kernels of 202.
+# In the loop cards are up to 1.2 times apart. *Grouped* or captured they are 2.2 and 2.3; hollow bars lack the kernel. On a B200
+# the host decides even *dense*: 338 ms for kernels of 203.
 #
-# At equal batches of 4 the Blackwell card is 0.80 times as fast as the H100 in the loop, 0.52 on the dense model. Why it won in the
+# At equal batches of 4 the Blackwell card is 0.88 times as fast as the H100 in the loop, 0.52 on the dense model. Why it won in the
 # article: section 11.
 #
 # **Takeaway.** Remove launches, then compare cards.
@@ -1345,8 +1342,8 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** A host can. If texts aren't padded and the H100 holds half the batch, the article's 1.3 to 1.4 takes 19 to 29 µs a
-# launch. Ours takes 18, then 21; the article's short texts say 25. Padded it takes 46 µs or more. At equal batches no host lets
+# **Answer.** A host can. If texts aren't padded and the H100 holds half the batch, the article's 1.3 to 1.4 takes 19 to 28 µs a
+# launch. Ours takes 22, then 20; the article's short texts say 24. Padded it takes 44 µs or more. At equal batches no host lets
 # Blackwell win.
 #
 # That one did is not shown: the article timed no host.
