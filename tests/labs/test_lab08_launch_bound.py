@@ -111,13 +111,13 @@ def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):
 def test_a_study_predicts_shows_and_repeats(studied):
     # Slowed steps come last: what follows them isn't the host that was there before.
     assert [step.run.tags.get("delay_us") for step in studied] == [None, None, 0.0, 100.0]
-    long, again = studied[0], studied[1].run
-    assert long.run.has(model="moe", texts="long", variant=False)
-    low, off, high = (long.run.metric(f"off_{end}_percent") for end in ("low", "by", "high"))
-    assert -100 < low <= off <= high < 100
-    assert again.tags == long.run.tags | {"again": True} and again.metric("step_ms") > 0
+    long, again = studied[0].run, studied[1].run
+    low, off, high = (long.metric(f"off_{end}_percent") for end in ("low", "by", "high"))
+    exact = 100 * (long.metric("predicted_ms") / long.metric("step_ms") - 1)
+    assert low <= off <= high < 100 and off == pytest.approx(exact)
+    assert again.tags == long.tags | {"again": True} and again.metric("step_ms") > 0
     alone = next(lab08.study(texts("moe"), "moe", "grouped", steps=1)).run
-    assert alone.metric("launches") < long.run.metric("launches")
+    assert alone.metric("launches") < long.metric("launches")
     with pytest.raises(KeyError, match="short"):  # a host is read from no other
         next(lab08.study({"long": texts("moe")["long"]}, "moe", "rewritten", steps=2))
     with pytest.raises(Unavailable, match="GPU"):

@@ -27,7 +27,7 @@ def test_two_cards_by_their_counts():
     assert (two["dense_long_ratio_mean"], two["moe_long_blackwell_ratio_mean"]) == (0.25, 4)
     assert two["h100_gaps_longer_mean"] == 1
     runs = [(one.how, one.runs.get("run", {})) for one in claims.load_claims().values()]
-    judged = [how for how, run in runs if run.get("experiment") == "model of two cards"]
+    judged = [how for how, run in runs if run.get("experiment") == "two cards beside one host"]
     keys = {key for how in judged for key in how.get("readings", {}).values()}
     assert {key for key in keys if key.endswith("_mean")} == two.keys()
     again = {key.replace("_again", "_mean") for key in keys if key.endswith("_again")}
