@@ -464,7 +464,7 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# The replay came within 7 %, the larger sum within 8: this step hardly waits.
+# This step hardly waits: the larger sum, within 8 %, does as well as the replay, within 7.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -574,7 +574,7 @@ for name, step in studied.items():
     if not (on_gpu and step.run.has(**plain) and step.run.metric("host_us")):
         continue
     c, gap, n = step.launch_ms, step.program.gap_ms, step.run.metric("launches")
-    launches = step.program.beside(c)  # with gaps, and with the trace's ratios
+    launches = step.program.beside(c)  # gaps and ratios: labutils/profiling/step_model.py
     row = {"a step": name, "launches an operation": n / step.run.metric("operations")}
     row |= {"c, µs": 1e3 * c, "gap, µs": 1e3 * gap}
     row["replay with c, ms"] = (
@@ -658,8 +658,8 @@ with lab.attempt("A CUDA graph of grouped"):
 # %% [markdown]
 # **Measurement.** gpt-oss's loop and four other ways:
 # - *grouped*: `set_experts_implementation("grouped_mm")`, transformers 5's default;
-# - *rewritten*: our grouped experts, attention in one kernel, packed texts, a fused AdamW (`labutils/layers`);
-# - *captured*: that in one CUDA graph;
+# - *rewritten*: our grouped experts, attention in one kernel, packed texts and a fused AdamW, together (`labutils/layers`);
+# - *captured*: that in one CUDA graph, after six copies of the batch's parts;
 # - *compiled*: captured, with compiled blocks and a loss that never forms all logits.
 #
 # **Your prediction:** how many times as fast as the loop is *grouped*?
@@ -694,9 +694,9 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# *Grouped* cut launches to a seventh and made the step 2.4 times as fast, by the loop's *again* 2.7. Launches then take 188 ms,
-# kernels 440: the GPU decides. *Captured* gains 3 %: the GPU decided already. *Compiled* takes 2.2 times the *floor*, the least
-# time at this card's measured rates.
+# *Grouped* cut launches to a seventh and made the step 2.4 times as fast, by the loop's *again* 2.7: hosts drift. Launches then
+# take 188 ms, kernels 440: the GPU decides. *Captured* gains 3 %: the GPU decided already. *Compiled* takes 2.2 times the *floor*,
+# the least time at this card's measured rates.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -782,10 +782,10 @@ runs = [step.run for step in studied.values() if step.run.has(**of)]
 lab.show(runs, beside_slower_hosts, experiment="steps", **of)
 
 # %% [markdown]
-# Roughly: in the loop the detour adds 0.8 s for 1.1 predicted, the delay 1.3 for 1.3, but its intervals are too wide to tell.
-# *Grouped* hides most of the detour, as 407 ms of launches stay below 440 of kernels; with the delay 598 don't.
+# Roughly: in the loop the detour adds 0.8 s for 1.1 predicted, the delay 1.3 for 1.3, but intervals are wide. *Grouped* hides most
+# of the detour, as 407 ms of launches stay below 440 of kernels; with the delay 598 don't.
 #
-# **Our records** of this replay, on fifteen H200s and two H100s; of the loop only runs without learning:
+# **Our records** of this replay, on fifteen H200s and two H100s; of the loop only three, without learning:
 
 # %%
 of = {"experiment": "steps", "texts": "long"}
@@ -811,7 +811,7 @@ ax.legend(bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# As it is, the replay is within 6 % for dense and *grouped*, within 12 elsewhere; beside slowed hosts within 16.
+# Dense and *grouped* mostly come out up to 6 % short; others within 12, beside slowed hosts 16.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -935,14 +935,13 @@ plt.show()
 
 # %% [markdown]
 # **The test** is an H100 of ours, with its own host's $c$. Kernels come out 10 to 21 % too long, steps that kernels decide 4 to 18.
-# In the loop, which its host decides, they nearly cancel the replay's own 5 % too little. Its plus is far above the bar: that host
-# takes 22 µs a launch, this one 17. The RTX card and the B200 are untested.
+# In the loop, which its host decides, they nearly cancel the replay's own 5 % too little. The plus is far above: that host takes 22
+# µs a launch, this one 17. The RTX card and the B200 are untested.
 #
 # H100, H200 and B200 are 1.1 times apart in the loop, *grouped* 2.2, captured 2.3. The RTX card's hollow bars lack the kernel. On a
 # B200 even *dense* has launches of 213 ms for kernels of 202.
 #
-# At equal batches of 4 the Blackwell card is 0.81 times as fast as the H100 in the loop, 0.52 on the dense model; per price perhaps
-# 2.4 and 1.6.
+# At equal batches of 4 the Blackwell card is 0.81 times as fast as the H100 in the loop, 0.52 dense; per price perhaps 2.4 and 1.6.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1000,7 +999,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # ## Before you buy a card
 # 1. Trace a step of yours.
 # 2. Remove launches while they take longer than kernels. Check that the card has `grouped_mm`.
-# 3. Estimate that step on the card, as below. Run section 4 beside its host, too.
+# 3. Estimate that step on the card, as below. Run section 4 beside its host.
 # 4. Check that your batch fits.
 #
 # Section 4's last step, beside this host:
@@ -1356,9 +1355,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** Beside one host it can, if the H100 holds half the batch: not padded, the article's 1.3 to 1.4 takes 19 to 28 µs a
+# **Answer.** Beside one host they can, if the H100 holds half the batch: not padded, the article's 1.3 to 1.4 takes 19 to 28 µs a
 # launch. Ours takes 17, then 16, our H100's 22; the article's short texts say 24. At equal batches the H100's own host must be
-# slow, XX µs; but then short texts wouldn't draw level.
+# slow, 37 to 54 µs; but then short texts wouldn't draw level.
 #
 # The article timed no host.
 #
