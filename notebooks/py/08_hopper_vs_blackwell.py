@@ -303,7 +303,7 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# A backward pass has a cost of its own, here 242 - 7 × 20 = 102 µs. In 24 layers many operations share it.
+# A backward pass has a cost of its own, here 242 - 7 × 20 = 102 µs.
 #
 # **Takeaway.** An operation takes our host 7 µs bare, 20 in a deep network: $c$ belongs to a host and to the Python around a
 # launch.
@@ -591,10 +591,10 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # The dense model goes by the *GPU*: kernels take 371 ms, launches 213. Gaps and ratios bring the replay from 372 to 396 of 402 ms.
 #
-# The expert loop goes by the *host*: launches take 1,057 ms, kernels 498. With waits that makes 1,181, where the short form says
-# 1,100: kernels aren't alike. Most launches don't depend on length: the short step itself would predict 7 and 22 % too little.
+# The expert loop goes by the *host*: launches take 1,057 ms, kernels 498. With waits that makes 1,181, by the short form 1,100;
+# 1,102 were measured. The short step itself would predict 7 and 22 % too little.
 #
-# The loop's replay is 7 % too long, *again* 9 % too short, as the loop itself drifted by 13 %.
+# The loop's replay is 7 % too long, *again* 9 % too short: the loop rose by 13 %, short steps fell by 5.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -756,7 +756,7 @@ heads = ("delay, µs", "all delays, ms", "a step takes, ms", "more, ms")
 lab.table(heads, *((us, delays_ms[us], ms[us], ms[us] - ms[None]) for us in delays))
 
 # %% [markdown]
-# Beyond the detour delays of 3 and 15 ms add 3.4 and 16.1, 7 to 13 % more.
+# Beyond the detour, steps take 7 to 13 % more than the delays.
 #
 # **Measurement.** gpt-oss's steps take the detour, in turns without and with a delay of 30 µs an operation. Short steps give the
 # detour's $c$; the delay is added.
@@ -936,8 +936,8 @@ plt.show()
 
 # %% [markdown]
 # **The test** is our H100, with its own host's $c$. Kernels come out 10 to 21 % too long, steps that they decide 4 to 18; unscaled
-# they are 8 to 11 too short: bandwidth is the slow end. In the loop this cancels the replay's own -5 %. The plus is far above: that
-# host takes 22 µs a launch, this one 17. The RTX card and the B200 are untested.
+# they are 8 to 11 too short: bandwidth is the slow end. The loop comes out 2 % short, from its own trace 5. The plus is far above:
+# that host takes 22 µs a launch, this one 17. The RTX card and the B200 are untested.
 #
 # H100, H200 and B200 are 1.1 times apart in the loop, *grouped* 2.2, captured 2.3. The RTX card's hollow bars lack the kernel. On a
 # B200 even *dense* has launches of 213 ms for kernels of 202.
@@ -1002,6 +1002,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # 2. Remove launches while they take longer than kernels. Check that the card has `grouped_mm`.
 # 3. Estimate that step on the card, as below. Run section 4 beside its host.
 # 4. Check that your batch fits.
+# 5. While the host decides, buy by price; once kernels do, by bandwidth.
 #
 # Section 4's last step, beside this host:
 
