@@ -546,6 +546,7 @@ def replay_off_by(run):
     return f"{by:+z.0f} % ({low:+z.0f} to {high:+z.0f})"
 
 
+# %%
 def predictions(runs):
     """A line a step: its two clocks, what the replay makes of them, what was measured."""
     rows = []
