@@ -44,8 +44,6 @@ TEXTS = 4
 """Texts in a batch (article A3's batch size where it compares methods)."""
 ROW = 4 * 862
 """Tokens of a packed row at full scale: four texts of the mean length."""
-FEWER_STEPS = 6
-"""Rounds of slowed steps, and of what is measured again."""
 
 
 def variants(family: str) -> dict[str, Recipe]:
@@ -93,7 +91,7 @@ def batch_of(workload: Workload, recipe: Recipe) -> Batch:
 @dataclass(frozen=True)
 class PredictedStep:
     """A step that was predicted and measured: its `run`, what predicted it, and another such step
-    as `plots.timeline` draws it. `launch_ms` is the host's time for a launch, without delays."""
+    as `plots.timeline` draws it. `launch_ms` is the host's time for a launch."""
 
     run: Run
     program: Program
@@ -121,16 +119,14 @@ class HostStep:
         launch_ms = step_model.host_of(self.program, step_ms)
         return launch_ms and launch_ms * self.as_long / program.launches
 
-    def predict(
-        self, program: Program, launch_ms: float, short_ms: Sequence[float], added_ms: float
-    ) -> list[float]:
+    def predict(self, program: Program, launch_ms: float, short_ms: Sequence[float]) -> list[float]:
         """Milliseconds of the long step beside each of these short ones, whose median `launch_ms`
-        was read from: between replays of both. Each launch takes the long step `added_ms` more."""
+        was read from: between replays of both."""
         ends = np.array([0.9 * min(short_ms), 1.1 * max(short_ms)]) / statistics.median(short_ms)
         hosts = launch_ms * np.linspace(*ends, 17)
         back = program.launches / self.as_long
         short = [replayed_ms(self.program, each * back) for each in hosts]
-        long = [replayed_ms(program, each, added_ms) for each in hosts]
+        long = [replayed_ms(program, each) for each in hosts]
         return np.interp(short_ms, short, long).tolist()
 
 
@@ -142,14 +138,18 @@ def operations_of(step: OnOneBatch) -> int:
 
 
 def study(
-    texts: Mapping[str, Workload], family: str, way: str, steps: int, delay_us: float | None = None
+    texts: Mapping[str, Workload],
+    family: str,
+    way: str,
+    steps: int,
+    delays_us: Sequence[float] = (),
 ) -> Iterator[PredictedStep]:
     """Build one trainer, and predict and measure its step on typical "long" texts of `texts`. The
     "short" ones tell what a launch takes the host. Each step comes as soon as it is measured.
 
-    With `delay_us` the step is measured once more as it is: what that differs by is noise. Then it
-    is measured beside slower hosts: one that takes the detour through a dispatch mode, and one that
-    waits in it for so long before each operation. A captured step has one size, so that no other
+    The step is measured twice: what the second differs by is noise. For each of `delays_us` it is
+    measured once more, beside a host that waits for so many microseconds before each operation; at
+    0 it takes the detour through a dispatch mode. A captured step has one size, so that no other
     tells about the host. Raises `Unavailable` for one without a GPU.
     """
     recipe = variants(family)[way]
@@ -162,27 +162,25 @@ def study(
         if recipe.driver != "graph":
             short = HostStep(OnOneBatch(trainer, batch_of(texts["short"], trainer.recipe)), step)
         tags = tags_of(family, way)
-        (plain,) = predict_and_measure(tags, step, short, steps)
-        yield plain
-        if delay_us is not None:
-            delays, again = (0.0, delay_us), tags | {"again": True}
-            yield from predict_and_measure(again, step, short, FEWER_STEPS, plain)
-            yield from predict_and_measure(tags, step, short, FEWER_STEPS, plain, delays)
+        yield (plain := predict_and_measure(tags, step, short, steps))
+        yield predict_and_measure(tags | {"again": True}, step, short, steps, plain)
+        for delay_us in delays_us:
+            slowed = tags | {"delay_us": delay_us}
+            yield predict_and_measure(slowed, step, short, steps, plain)
 
 
 def in_turns(
-    step: OnOneBatch, short: HostStep | None, rounds: int, delays: Sequence[float | None]
-) -> dict[Any, list[float]]:
-    """Milliseconds of a warm step in so many rounds, there and back: beside a host that takes each
-    of these `delays` (microseconds an operation; None: the plain host), and those of the "short"
-    one beside the first of these hosts."""
-    turns = [("short", short.step, delays[0])] if short else []
-    turns += [(delay, step, delay) for delay in delays]
-    times: dict[Any, list[float]] = {name: [] for name, _, _ in turns}
-    for number in range(rounds):
-        for name, each, delay in turns[:: -1 if number % 2 else 1]:
-            with nullcontext() if delay is None else SlowerHost(delay):
-                times[name] += each.timed(1)
+    step: OnOneBatch, short: HostStep | None, rounds: int, delay_us: float | None
+) -> dict[str, list[float]]:
+    """Milliseconds of a warm "long" step and of the "short" one in so many rounds, there and back,
+    beside a host of such a delay (microseconds an operation; None: the plain host)."""
+    turns = {"short": short.step} if short else {}
+    turns |= {"long": step}
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    with nullcontext() if delay_us is None else SlowerHost(delay_us):
+        for number in range(rounds):
+            for name in list(turns)[:: -1 if number % 2 else 1]:
+                times[name] += turns[name].timed(1)
     return times
 
 
@@ -192,14 +190,12 @@ def predict_and_measure(
     short: HostStep | None,
     steps: int,
     traced: PredictedStep | None = None,
-    delays: Sequence[float | None] = (None,),
-) -> Iterator[PredictedStep]:
-    """Trace a step, time it beside each host of `delays`, and predict it from all but its time.
+) -> PredictedStep:
+    """Trace a step, time it beside the host that `tags` name, and predict it from all but its time.
 
     short: tells what a launch takes the host; without it, or where the GPU decides that step, a
-    launch takes what the shortest call takes, which is too little. To the first host's launches the
-    others add their delays. traced: the same step, traced before. A trace is followed by one step
-    that nothing times.
+    launch takes what the shortest call takes, which is too little. traced: the same step, traced
+    before. A trace is followed by one step that nothing times.
     """
     workload, recipe = step.trainer.workload, step.trainer.recipe
     if traced is None:
@@ -213,26 +209,22 @@ def predict_and_measure(
         step.timed(0, warmup=1)
     else:
         program, work, lanes = traced.program, traced.work, traced.lanes
-    times = in_turns(step, short, max(steps, FEWEST_SAMPLES), delays)
+    times = in_turns(step, short, max(steps, FEWEST_SAMPLES), tags.get("delay_us"))
+    run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
+    run.tags = tags
     read = short and short.launch_ms(program, statistics.median(times["short"]))
     launch_ms = read or probe_machine("launch_us").median("launch_us") / 1e3
-    operations = short.long_operations if short else 0
-    for delay in delays:
-        run = empty_run(workload, recipe, " ".join(map(str, tags.values())))
-        run.tags = tags if delay is None else tags | {"delay_us": delay}
-        added_ms = (delay or 0.0) * operations / program.launches / 1e3
-        if short:
-            run.samples = {"short_ms": times["short"]}
-            run.metrics["short_kernels_ms"] = short.program.kernel_ms
-            run.metrics |= {"short_operations": short.operations, "operations": operations}
-        if short and read:
-            predicted_ms = short.predict(program, read, times["short"], added_ms)
-            run.metrics["host_us"] = 1e3 * (read + added_ms)
-            run.metrics["host_ms"] = (read + added_ms) * program.launches
-        else:
-            predicted_ms = [replayed_ms(program, launch_ms, added_ms)] * len(times[delay])
-        describe(run, program, work, predicted_ms, times[delay])
-        yield PredictedStep(run, program, launch_ms, work, lanes)
+    predicted_ms = [replayed_ms(program, launch_ms)] * len(times["long"])
+    if short:
+        run.samples = {"short_ms": times["short"]}
+        run.metrics["short_kernels_ms"] = short.program.kernel_ms
+        operations = {"short_operations": short.operations, "operations": short.long_operations}
+        run.metrics |= operations
+    if short and read:
+        predicted_ms = short.predict(program, read, times["short"])
+        run.metrics |= {"host_us": 1e3 * read, "host_ms": read * program.launches}
+    describe(run, program, work, predicted_ms, times["long"])
+    return PredictedStep(run, program, launch_ms, work, lanes)
 
 
 def describe(

@@ -115,11 +115,10 @@ class Program:
             for host_ms, work, waits in self.queue
         ]
 
-    def beside(self, launch_ms: float, added_ms: float = 0.0) -> list[tuple[float, float, bool]]:
-        """The queue beside a host that takes `launch_ms` on average for a launch, and for each
-        `added_ms` more: the host's and the GPU's milliseconds of each, and whether the host then
-        waits."""
-        return [(launch_ms * part + added_ms, ms, waits) for part, ms, waits in self._pieces]
+    def beside(self, launch_ms: float) -> list[tuple[float, float, bool]]:
+        """The queue beside a host that takes `launch_ms` on average for a launch: the host's and
+        the GPU's milliseconds of each, and whether the host then waits."""
+        return [(launch_ms * part, ms, waits) for part, ms, waits in self._pieces]
 
     @property
     def launches(self) -> float:
@@ -179,10 +178,10 @@ class Program:
         return replace(self, queue=tuple(launch._replace(work=work) for launch, work in pairs))
 
 
-def replayed_ms(program: Program, launch_ms: float, added_ms: float = 0.0) -> float:
+def replayed_ms(program: Program, launch_ms: float) -> float:
     """Milliseconds a step when the queue is gone through in order, once it is filled; see
     `Program.beside`."""
-    return steady_ms(program.beside(launch_ms, added_ms)) / program.steps
+    return steady_ms(program.beside(launch_ms)) / program.steps
 
 
 def host_of(program: Program, step_ms: float) -> float | None:
