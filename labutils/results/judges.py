@@ -413,8 +413,10 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
     metric, unit = next(iter(how["readings"].values())), how.get("unit", "")
     text = {one: shown(value, metric, digits=3) + unit for one, value in values.items()}
     ends = dict.fromkeys(text[find(values, key=values.get)] for find in (min, max))
-    here = f"predicted: {' to '.join(ends)}"
+    between = " to ".join(ends)
     each = ", ".join(f"{value} {one}" for one, value in text.items())
+    if len(ends) == 1 < len(text):
+        each = f"{between} by each reading"
     least, most = how.get("min", -math.inf), how.get("max", math.inf)
     low, high = 1 - how.get("margin", 0.0), 1 + how.get("margin", 0.0)
     held = {_inside(low * value, high * value, least, most) for value in values.values()}
@@ -428,7 +430,7 @@ def predicts(claim: Claim, runs: Runs) -> Judgement:
     elif len(held) == 1:
         verdict = AGREES if True in held else DISAGREES
         why = f"Published: {claim.published_text}."
-    return Judgement(claim, verdict, here, f"{each}. {why}")
+    return Judgement(claim, verdict, f"predicted: {between}", f"{each}. {why}")
 
 
 def advice(claim: Claim, runs: Runs) -> Judgement:
