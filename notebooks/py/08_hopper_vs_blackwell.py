@@ -23,8 +23,8 @@
 # workstation card wins on long texts, at a third of the price. The article blames the H100's *host*, the CPU that hands out work:
 # it launches kernels too slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. A finer one came within 12 % on our H200s, 16 beside slowed
-# hosts, 18 carried over to an H100.
+# You write a model of ten lines that predicts a step from its launches. A finer one came within 11 % on our H200s, within 19 on an
+# H100 that it hadn't seen.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -36,7 +36,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 80 GB, $86 × 10^9$ bytes: gpt-oss-20b takes 82 | 6 minutes |
+# | `full` | a GPU of 80 GB, of which gpt-oss-20b takes nearly all | 6 minutes |
 #
 # At `full` the models are Qwen3-8B and gpt-oss-20b. On a CPU operators stand for kernels.
 
@@ -303,9 +303,9 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# A backward pass has a cost of its own, here 242 - 7 × 20 = 102 µs.
+# A backward pass has a cost of its own, here 197 - 7 × 21 = 50 µs.
 #
-# **Takeaway.** An operation takes our host 7 µs bare, 20 in a deep network: $c$ belongs to a host and to the Python around a
+# **Takeaway.** An operation takes our host 6 µs bare, 21 in a deep network: $c$ belongs to a host and to the Python around a
 # launch.
 
 # %% [markdown]
@@ -413,7 +413,7 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# On the H200 the replay came within 4 %. The larger sum is up to 27 % short: each wait adds a launch or a kernel.
+# On the H200 the replay came within 5 %. The larger sum is up to 29 % short: each wait adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
@@ -465,7 +465,7 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# This step hardly waits: the larger sum, within 8 %, does as well as the replay, within 7.
+# This step hardly waits: the larger sum does as well as the replay, both within 10 %.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -478,8 +478,8 @@ lm = optimizer = mine = None  # their memory is needed
 # transformers 5's default, the library takes one expert after the other. For each it asks the GPU several times which tokens are
 # its, and waits.
 #
-# The course's replay knows three things more: the GPU's *gap* between queued kernels; which launches take more than $c$ and which
-# less, as *ratios* from the trace; and that the host is at most 1,024 launches ahead. The second table adds the first two.
+# The course's replay adds a *gap* of about 1 µs between queued kernels, which launches take more than $c$ and which less, and a
+# host that is at most 1,024 launches ahead.
 #
 # **Your predictions:** how many µs does a launch take the host in gpt-oss's training loop? For how much of the step is the GPU
 # idle?
@@ -529,8 +529,8 @@ def study(family, way, delays_us=()):
 
 # %% [markdown]
 # **Measurement.** Steps of Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens are predicted; steps on four of 117, in
-# turns with them, give $c$. The learning rate is 0: a model that learns soon sends tokens to other experts, and its launches change.
-# gpt-oss's steps are measured *again*, and slowed for section 7.
+# turns with them, give $c$. The learning rate is 0: a model that learns soon sends tokens to other experts, and its launches
+# change. Each is measured *again*: the difference is noise.
 
 # %%
 study("dense", "loop")
@@ -573,12 +573,13 @@ lab.show(loops, predictions, experiment="steps", **plain)
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The dense model goes by the *GPU*: kernels take 371 ms, launches 213. Gaps and ratios bring the replay from 372 to 396 of 402 ms.
+# The dense model goes by the *GPU*: kernels take 372 ms, launches 235, and gaps are most of the rest.
 #
-# The expert loop goes by the *host*: launches take 1,057 ms, kernels 498. With waits that makes 1,181, by the short form 1,100;
-# 1,102 were measured. The short step itself would predict 7 and 22 % too little.
+# The expert loop goes by the *host*: launches take 1,079 ms, kernels 495. Waits add to that: 1,121 ms by the short form, 1,205 by
+# the replay. 1,295 were measured, *again* 1,198. The host drifts: single steps took 978 to 1,461 ms. So the loop's error is known
+# to about 15 points, dense's to 1.
 #
-# The loop's replay is 7 % too long, *again* 9 % too short: the loop rose by 13 %, short steps fell by 5.
+# On another H200, whose host was slower, dense's launches took 410 ms. Its GPU was busy for 82 %.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -679,9 +680,9 @@ def speeds(runs):
 lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
-# *Grouped* cut launches to a seventh and made the step 2.4 times as fast, by the loop's *again* 2.7: hosts drift. Launches then
-# take 188 ms, kernels 440: the GPU decides. *Captured* gains 3 %: the GPU decided already. *Compiled* takes 2.2 times the *floor*,
-# the least time at this card's measured rates.
+# *Grouped* cut launches to a seventh and made the step 2.8 times as fast, by the loop's *again* 2.6. Launches then take 176 ms,
+# kernels 439: the GPU decides. *Captured* gains 6 % on *rewritten*: the GPU decided already. *Compiled* takes 2.2 times the
+# *floor*, the least time at this card's measured rates.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -703,15 +704,15 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# White in the host's row is Python and PyTorch: between launches it counts in $c$. *Dense*: the host is ahead and waits at the end,
-# kernels follow each other. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
+# White in the host's row is Python and PyTorch: between launches it counts in $c$. *Dense*: the host is ahead. *Loop*: the GPU
+# waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
-# **Takeaway.** First fewer launches: 2.4 to 2.7 times as fast. Then less kernel time: 3.4 times again.
+# **Takeaway.** First fewer launches: 2.6 to 2.8 times as fast. Then less kernel time: 3.2 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
 #
-# **Question.** Does a slower host lengthen a step by as much as the replay says?
+# **Question.** When does a slower host lengthen a step?
 #
 # **Technique.** Section 3's dispatch mode makes each operation begin later. The mode itself costs time, even at delay 0: the
 # *detour*.
@@ -743,10 +744,10 @@ heads = ("delay, µs", "all delays, ms", "a step takes, ms", "more, ms")
 lab.table(heads, *((us, delays_ms[us], ms[us], ms[us] - ms[None]) for us in delays))
 
 # %% [markdown]
-# Beyond the detour, steps take 7 to 13 % more than the delays.
+# Beyond the detour, steps take 16 to 20 % more than the delays. So $c$ is read anew beside each slowed host.
 #
-# **Measurement.** gpt-oss's steps take the detour, in turns without and with a delay of 30 µs an operation. Short steps give the
-# detour's $c$; the delay is added.
+# **Measurement.** *Grouped* takes the detour, then a delay of 30 and of 90 µs an operation as well. Its short steps, slowed alike,
+# give $c$.
 
 
 # %%
@@ -794,7 +795,8 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# **Our records** of this replay at `full`, on steps beside hosts as they are:
+# Kernels of 439 ms hide launches of 176, and nearly hide 391. Launches of 566 and 1,041 decide. The replay is off by 6 % at most.
+# **Our records** of it, on steps that nothing slows:
 
 # %%
 of = {"experiment": "steps", "texts": "long", "delay_us": False}
@@ -812,7 +814,7 @@ for way in dict.fromkeys(map(way_of, recorded)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Dense and *grouped* mostly come out up to 6 % short; others within 12, beside slowed hosts 16.
+# Steps that kernels decide come out a little short, the loop's up to 9 % either way.
 #
 # **Takeaway.** Test a model where you can measure before you ask it where you can't.
 
@@ -939,14 +941,14 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# **The test** is our H100, with its own host's $c$. Kernels come out 10 to 21 % too long, steps that they decide 4 to 18; unscaled
-# they are 8 to 11 too short: bandwidth is the slow end. The loop comes out 2 % short, from its own trace 5. The plus is far above:
-# that host takes 22 µs a launch, this one 17. The RTX card and the B200 are untested.
+# **The test** is our H100, with its own host's $c$. Its kernels should take 1.23 to 1.34 times as long as here, and take 1.10 to
+# 1.12: bandwidth is the slow end. Steps that kernels decide come out 4 to 19 % too long, the loop 2 % short. The loop's plus is far above its bar: that host takes 22 µs a launch, this one 17. The RTX card and the B200 are untested.
 #
 # H100, H200 and B200 are 1.1 times apart in the loop, *grouped* 2.2, captured 2.3. The RTX card's hollow bars lack the kernel. On a
-# B200 even *dense* has launches of 213 ms for kernels of 202.
+# B200 even *dense* has launches of 235 ms for kernels of 203.
 #
-# At equal batches of 4 the Blackwell card is 0.81 times as fast as the H100 in the loop, 0.52 dense; per price perhaps 2.4 and 1.6.
+# At equal batches of 4 the Blackwell card is 0.81 times as fast as the H100 in the loop, 0.52 dense. At a third of the price that
+# is 2.4 and 1.6 times as much for the money.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1033,8 +1035,8 @@ with lab.attempt("Your own step on four cards"):
     lab.table(heads, *((card.name, *on_card(my_queue, my_c, card)) for card in my_cards))
 
 # %% [markdown]
-# Gaps are left out: 68 ms on ours for 71 measured. If ranges overlap, rent and measure. Sections 9 to 11, which are optional, test
-# the article's own numbers.
+# Gaps are left out: 69 ms on ours for 72 measured. Beside a host half as fast a B200 would lose its lead on ours. If ranges
+# overlap, rent and measure. Sections 9 to 11, which are optional, test the article's own numbers.
 
 # %% [markdown]
 # ## 9 · The article's own counts
@@ -1146,7 +1148,7 @@ lab.verdict("A3.120b.attention-only")
 # PEFT's `target_modules` finds modules. Experts are parameters, which `target_parameters` names. bitsandbytes skips them, too, and
 # leaves them in 16 bits: 229 GB.
 #
-# **Does a batch fit?** What a step holds, for texts of 2,048 tokens, in $10^9$ bytes; a card's GB have $2^{30}$:
+# **Does a batch fit?** For texts of 2,048 tokens, in $10^9$ bytes; a card's GB have $2^{30}$:
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
@@ -1302,9 +1304,12 @@ by_cards = on_long[on_long["model"] == "dense"].set_index("card")
 articles_kernels = dict(by_cards["article / model"])  # so many times shorter than ours
 
 # %% [markdown]
-# **Which host does it take?** Draw the ratio of the last two rows over all hosts. Bands go from our kernels to the article's, which
-# on Qwen3-32B are 1.4 and 1.8 times shorter. The dotted upright: on short texts its cards make 9,400 and 9,200 an hour, though
-# their peaks are 2.25 times apart. If hosts decide there, they are alike, and their $c$ follows.
+# On Qwen3-32B the article's cards are 1.4 and 1.8 times as fast as the model. If kernels decide there, its kernels are that much
+# shorter than ours. We take gpt-oss's to be so, too.
+#
+# **Which host does it take?** Draw the ratio of the last two rows over hosts. The dotted upright: on short texts the article's
+# cards make 9,400 and 9,200 an hour, though their peaks are 2.25 times apart. If hosts decide there, they are alike, and their $c$
+# follows.
 
 
 # %%
@@ -1371,9 +1376,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** Beside one host they can, if the H100 holds half the batch: not padded, the article's 1.3 to 1.4 takes 19 to 28 µs a
-# launch. Ours takes 17, then 16, our H100's 22; the article's short texts say 24. At equal batches the H100's own host must be
-# slow, 37 to 54 µs; but then short texts wouldn't draw level.
+# **Answer.** Yes, if the H100 holds half the batch and texts aren't padded: 1.3 to 1.4 takes a host of 18 to 20 µs a launch, by our
+# longer kernels 26 to 28. Ours takes 17, our H100's 22; the article's short texts say 24. At equal batches the H100's own host must
+# be slow, 37 to 54 µs; but then short texts wouldn't draw level.
 #
 # The article timed no host.
 #
