@@ -21,7 +21,8 @@ attention with the dense peak, as far as the step's FLOPs a byte suffice, everyt
 memory's bandwidth. No kernel falls below what an empty one takes. Products that LoRA's rank makes
 thin go by bandwidth. A graph's kernels, which no operator calls, can't be told to be thin.
 Left out: that other cards reach another share of their peaks; caches; that a host comes back later
-from a long wait; that the profiler slows operators more than it slows plain Python.
+from a long wait; that the profiler slows operators more than it slows plain Python; that a delay of
+each operation, as `host_delay` makes it, lengthens short launches by more than their share.
 """
 
 from __future__ import annotations
