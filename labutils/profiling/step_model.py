@@ -107,7 +107,7 @@ class Program:
         return cls(tuple(queue), trace.steps, statistics.median(gaps) if gaps else 0.0)
 
     @functools.cached_property
-    def _pieces(self) -> list[tuple[float, float, bool]]:
+    def pieces(self) -> list[tuple[float, float, bool]]:
         """Of each launch: the host's time over the mean one, the GPU's milliseconds, gap included,
         and whether the host then waits."""
         mean_ms = sum(launch.host_ms for launch in self.queue) / max(1, len(self.queue)) or 1.0
@@ -115,11 +115,6 @@ class Program:
             (host_ms / mean_ms, sum(ms for _, ms, _ in work) + self.gap_ms, waits)
             for host_ms, work, waits in self.queue
         ]
-
-    def beside(self, launch_ms: float) -> list[tuple[float, float, bool]]:
-        """The queue beside a host that takes `launch_ms` on average for a launch: the host's and
-        the GPU's milliseconds of each, and whether the host then waits."""
-        return [(launch_ms * part, ms, waits) for part, ms, waits in self._pieces]
 
     @property
     def launches(self) -> float:
@@ -180,9 +175,10 @@ class Program:
 
 
 def replayed_ms(program: Program, launch_ms: float) -> float:
-    """Milliseconds a step when the queue is gone through in order, once it is filled; see
-    `Program.beside`."""
-    return steady_ms(program.beside(launch_ms)) / program.steps
+    """Milliseconds a step when the queue is gone through in order, once it is filled, beside a host
+    that takes `launch_ms` on average for a launch."""
+    queue = [(launch_ms * part, ms, waits) for part, ms, waits in program.pieces]
+    return steady_ms(queue) / program.steps
 
 
 def host_of(program: Program, step_ms: float) -> float | None:
