@@ -282,6 +282,8 @@ def ratio(claim: Claim, runs: Runs) -> Judgement:
         least, most = _band((claim.published[0], claim.published[place]), claim.how)
         within = _inside(*one.bounds, least, most)
         wanted = 1 if least >= 1 else -1 if most <= 1 else 0
+        if claim.how["form"] == "times" and claim.published[place] != claim.published[0]:
+            wanted = 1 if claim.published[place] > claim.published[0] else -1
         held.append(None if within and wanted and one.direction != wanted else within)
         ends = [f"at least {least:.2f}"] * (least > 0) + [f"at most {most:.2f}"] * (most < math.inf)
         bands.append(" and ".join(ends))

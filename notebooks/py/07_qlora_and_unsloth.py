@@ -548,7 +548,7 @@ print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same 
 
 # %% [markdown]
 # Eight blocks' inputs are the 4.2 MB; any further tensors weigh nearly nothing. These copies stop the GPU. The course's
-# `Parking` (`labutils/layers/activation_checkpoint.py`) has page-locked memory and a stream of its own, and fetches a tensor
+# `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor
 # while the block behind it is computed.
 #
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?

@@ -93,7 +93,6 @@ def test_a_slower_host_slows_the_step_by_its_delays(studied):
     added_ms = 0.1 * slow.metric("operations")
     for metric in ("host_ms", "predicted_ms", "step_ms"):
         assert slow.metric(metric) - quick.metric(metric) > 0.5 * added_ms > 2.5, metric
-    assert abs(slow.metric("off_by_percent")) < 35
 
 
 def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):

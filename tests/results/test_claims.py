@@ -208,6 +208,7 @@ def test_two_sums_of_one_run_are_compared():
         ("gain", (44, 65), 150, {"tolerance": 0.25}, CONFIRMED),
         ("times", (1.48, 105), 7000, {"tolerance": 2}, CONFIRMED),
         ("times", (1.48, 105), 21000, {"tolerance": 2}, REFUTED),
+        ("times", (1.48, 1.69), 95, {"tolerance": 1.25}, INCONCLUSIVE),  # other sign
         ("percent", (4, 7), 95, {"tolerance": 3, "direction": "less"}, CONFIRMED),
         ("percent", (4, 7), 80, {"tolerance": 3, "direction": "less"}, REFUTED),
         ("percent", (2, 6), 103, {"tolerance": 3, "direction": "less"}, REFUTED),  # other sign
