@@ -478,7 +478,7 @@ lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="me
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends
 # belong together, seven are left, else 1 to 13: for constant text lengths and everything else. Our rest is negative: there the
-# host probably sets the pace.
+# host probably sets the pace. Sums divide medians; verdicts take medians of ratios.
 #
 # In one more experiment images stay and shapes become constant. Rows are as long as they come (*blocks compiled*) or padded to
 # one length (*padded*). Compare milliseconds for 1,000 computed tokens.
