@@ -141,7 +141,7 @@ lab.keep(Run("08", "specs", metrics=found, tags={"experiment": "specs"}))
 lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 
 # %% [markdown]
-# The article's table is NVIDIA's, with sparsity. A training step gets at most 439 and 989 TFLOP/s.
+# The article's table is NVIDIA's, with sparsity. A BF16 step gets at most 439 and 989 TFLOP/s.
 #
 # **Takeaway.** Halve sparse peaks.
 
@@ -413,8 +413,7 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# The replay came within 6 %, and is too short: it has no gaps. The larger sum is up to 31 % short: each wait adds a launch or a
-# kernel.
+# The replay came within 6 %, too short without gaps. The larger sum is up to 31 % short: each wait adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
@@ -466,7 +465,7 @@ lab.table(pd.DataFrame(rows))
 lm = optimizer = mine = None  # their memory is needed
 
 # %% [markdown]
-# Only the last row tests kernels. Elsewhere the optimizer's last kernels count twice, 2 ms. Without waits the larger sum will do.
+# Only the last row tests kernels. In the others the optimizer's last 2 ms are in $c$, and added again: the larger sum did better.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -574,12 +573,12 @@ lab.show(loops, predictions, experiment="steps", **plain)
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The dense model goes by the *GPU*: kernels take 369 ms, launches 298. With gaps the replay makes 396 of it, for 412 measured.
-# Beside another H200 launches took 410 ms: there dense, too, went by the host.
+# The dense model goes by the *GPU*: kernels take 369 ms, launches 298. The replay makes 396 of it, for 412 measured. Beside another
+# H200 launches took 410 ms, more than kernels.
 #
 # The expert loop goes by the *host*: launches take 1,491 ms, kernels 498. Waits add to that: 1,534 ms by the short form, 1,601 by
-# the replay. 1,483 were measured, *again* 1,288: the host sped up, unseen by short steps. The loop's error is known to ±20 points,
-# dense's to ±3.
+# the replay. 1,483 were measured, *again* 1,288: the host sped up, in long steps alone. The error is known to ±20 points in the
+# loop, ±3 dense.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -663,11 +662,12 @@ for workload in texts["moe"].values():
     workload.release_weights()
 
 # %%
-of = {"model": "moe", "texts": "long", "delay_us": False, "again": False}
+of = {"model": "moe", "texts": "long", "delay_us": False}
 ways = [step.run for step in studied.values() if step.run.has(**of)]
 
 
 def speeds(runs):
+    runs = [run for run in runs if "again" not in run.tags or way_of(run) == "moe, loop"]
     columns = {"launches": "launches", "waits": "waits", "c, µs": "host_us"}
     columns |= {"launches, ms": "host_ms", "kernels, ms": "kernels_ms"}
     columns |= {"measured, ms": "step_ms", "floor, ms": "floor_ms"}
@@ -682,8 +682,8 @@ lab.show(ways, speeds, experiment="steps", **of)
 
 # %% [markdown]
 # *Grouped* cut launches to a seventh and made the step 3.2 times as fast, by the loop's *again* 2.7. Launches then take 231 ms,
-# kernels 439: the GPU decides. *Captured* gains 7 % on *rewritten*, whose clocks were nearly level. *Compiled* takes 2.2 times the
-# *floor*, the least at this card's measured rates.
+# kernels 439: the GPU decides. *Rewritten* halves kernels, and clocks are level: *captured* gains 7 %. *Compiled* takes 2.2 times
+# the *floor*, the least at this card's measured rates.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -799,9 +799,9 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 439 ms hide launches of 231. Launches of 432 cost 33 ms, by the replay 21. Beyond the bend the test is weak: $c$ comes
-# from short steps, which take as long. The replay is off by up to 8 %, the larger sum by 12. **Our records** of it on H200s and
-# H100s, the loop at learning rate 0:
+# Kernels of 439 ms hide launches of 231. Launches of 432 cost 33 ms, by the replay 21. Beyond the bend the test is weak: short
+# steps, which give $c$, last as long. The replay is off by up to 8 %, the larger sum by 12. **The replay's errors on record**, on
+# H200s and H100s, the loop at learning rate 0:
 
 # %%
 of, since = {"experiment": "steps", "texts": "long"}, "2026-11-28T08"  # this replay's first run
@@ -826,7 +826,7 @@ for group in dict.fromkeys(map(group_of, recorded)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Dense and *grouped* come out a little short; *rewritten* and the loop are off the most.
+# *Rewritten* and the loop are off the most.
 #
 # **Takeaway.** A slower host costs little until its launches take as long as kernels.
 
@@ -968,12 +968,12 @@ plt.show()
 
 # %% [markdown]
 # **The test** is our H100, with its own host's $c$. Its kernels should take 1.23 to 1.34 times as long as here, and take 1.09 to
-# 1.13: scaled they are 10 to 21 % too long, unscaled 8 to 12 too short. Grey lines go from unscaled to scaled: all but the loop lay between. RTX and B200 are untested.
+# 1.13: scaled they are 10 to 21 % too long, unscaled 8 to 12 too short. Grey lines go from unscaled to scaled: all but the loop lay between. RTX, B200 and scaling by peak are untested.
 #
-# In the loop H100, H200 and B200 are 1.1 times apart, our H200s' hosts 1.5; *grouped* 2.2, captured 2.3. Hollow bars suppose a
+# H100, H200 and B200 differ 1.1 times in the loop, our H200s' hosts 1.5; 2.2 times *grouped*, 2.3 captured. Hollow bars suppose a
 # kernel. On a B200 even *dense* has launches of 298 ms for kernels of 202.
 #
-# With batches of 4 the Blackwell card has 0.9 of the H100's speed in the loop, 0.5 dense, for a third of its price.
+# Predicted at batch 4, the Blackwell card has 0.9 of the H100's speed in the loop, 0.5 dense.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1032,8 +1032,8 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # 1. Trace a step of yours.
 # 2. Remove launches while they take longer than kernels. Check that the card has `grouped_mm`: compute capability 9 or 10.
 # 3. Estimate that step on the card, as below. Run section 4 beside its host.
-# 4. Check that your batch fits, as in section 10.
-# 5. While the host decides, buy by price; once kernels do, by bandwidth and dense peak.
+# 4. Check that your batch fits: lab 09.
+# 5. While the host decides, buy a faster host, or by price; once kernels do, by bandwidth and dense peak.
 #
 # Section 4's last step, beside this host:
 
@@ -1060,9 +1060,9 @@ with lab.attempt("Your own step on four cards"):
     lab.table(heads, *((card.name, *on_card(my_queue, my_c, card)) for card in my_cards))
 
 # %% [markdown]
-# On ours 71 ms were measured for 68. Section 8's H100 lay between our row and its own. Beside a host half as fast a B200 takes 91
-# ms, as ours does. If ranges overlap, as an H100's 68 to 97 and our 68, rent and measure. Sections 9 to 11, optional, test the
-# article's numbers.
+# On ours 71 ms were measured for 68. Section 8's H100 kernels lay between our row and its own. Beside a host half as fast a B200
+# takes 91 ms, as ours does. If ranges overlap, as an H100's 68 to 97 and our 68, rent and measure. Sections 9 to 11, optional, test
+# the article's numbers.
 
 # %% [markdown]
 # ## 9 · The article's own counts
@@ -1213,8 +1213,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. QLoRA exceeds 96 GB if nothing is checkpointed. At 32 the article's
-# H100, which ran 16, would have been nearly full.
+# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. QLoRA exceeds 96 GB if nothing is checkpointed. At batch 32 gpt-oss
+# would nearly fill an H100: the article ran 16.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1334,7 +1334,7 @@ articles_kernels = dict(by_cards["article / model"])  # so many times shorter th
 
 # %% [markdown]
 # On gpt-oss's short texts launches decide, and model and article agree within 4 %. On Qwen3-32B, where kernels decide, the article
-# is 1.4 and 1.8 times as fast: its kernels are shorter.
+# is 1.4 and 1.8 times as fast: its kernels are shorter, or ours too long.
 #
 # **Which host does it take?** Draw the ratio on long texts over hosts. Bands go from our kernels to the article's. Its hosts' $c$
 # follows from its short texts.
@@ -1399,9 +1399,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** They can, if the H100 holds half the batch and texts aren't padded: beside a host of 24 µs a launch, as the article's
-# short texts say of both of its hosts, the model gives 1.2 by our kernels and 1.6 by its. It has 1.3 to 1.4. With 32 texts on both
-# cards no host that they share explains that.
+# **Answer.** They can, if the H100 holds half the batch and texts aren't padded: beside a host of 24 µs a launch, as short texts say
+# of both its hosts if its loop is ours, the model gives 1.2 by our kernels and 1.6 by its. It has 1.3 to 1.4. With 32 texts on both
+# it gives 0.6 to 0.8. So the host alone doesn't explain it: half the batch has to, too.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
