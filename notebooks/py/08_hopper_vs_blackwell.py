@@ -413,7 +413,7 @@ lab.table(pd.DataFrame(rows))
 toys.clear()  # their weights need the room
 
 # %% [markdown]
-# The replay came within 6 %, too short without gaps. The larger sum is up to 31 % short: each wait adds a launch or a kernel.
+# The replay, which knows no gaps, came within 6 %. The larger sum is up to 31 % short: each wait adds a launch or a kernel.
 #
 # **Your own model.** A real step has many kinds of launches. Their mean $c$ comes from a *short* batch, whose step the host
 # decides. An operation is taken to cost the host the same in a long step:
@@ -574,11 +574,11 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # The dense model goes by the *GPU*: kernels take 369 ms, launches 298. The replay makes 396 of it, for 412 measured. Beside another
-# H200 launches took 410 ms, more than kernels.
+# H200 launches took 410 ms: its host decided.
 #
 # The expert loop goes by the *host*: launches take 1,491 ms, kernels 498. Waits add to that: 1,534 ms by the short form, 1,601 by
-# the replay. 1,483 were measured, *again* 1,288: the host sped up, in long steps alone. The error is known to ±20 points in the
-# loop, ±3 dense.
+# the replay. 1,483 were measured, *again* 1,288: the host probably sped up, in long steps alone. The error is known to ±20 points
+# in the loop, ±3 dense.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
 
@@ -799,8 +799,8 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 439 ms hide launches of 231. Launches of 432 cost 33 ms, by the replay 21. Beyond the bend the test is weak: short
-# steps, which give $c$, last as long. The replay is off by up to 8 %, the larger sum by 12. **The replay's errors on record**, on
+# Kernels of 439 ms hide launches of 231. Launches of 432 cost 33 ms, by the replay 21. Past the bend the test is weak: the short
+# steps that give $c$ last as long. The replay is off by up to 8 %, the larger sum by 12. **The replay's errors on record**, on
 # H200s and H100s, the loop at learning rate 0:
 
 # %%
@@ -970,7 +970,7 @@ plt.show()
 # **The test** is our H100, with its own host's $c$. Its kernels should take 1.23 to 1.34 times as long as here, and take 1.09 to
 # 1.13: scaled they are 10 to 21 % too long, unscaled 8 to 12 too short. Grey lines go from unscaled to scaled: all but the loop lay between. RTX, B200 and scaling by peak are untested.
 #
-# H100, H200 and B200 differ 1.1 times in the loop, our H200s' hosts 1.5; 2.2 times *grouped*, 2.3 captured. Hollow bars suppose a
+# From H100 to B200 the loop gains 1.1 times, *grouped* 2.2, captured 2.3. Our H200s' hosts differ 1.5 times. Hollow bars suppose a
 # kernel. On a B200 even *dense* has launches of 298 ms for kernels of 202.
 #
 # Predicted at batch 4, the Blackwell card has 0.9 of the H100's speed in the loop, 0.5 dense.
@@ -1031,7 +1031,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=2, tolerance=3e-2)
 # ## Before you buy a card
 # 1. Trace a step of yours.
 # 2. Remove launches while they take longer than kernels. Check that the card has `grouped_mm`: compute capability 9 or 10.
-# 3. Estimate that step on the card, as below. Run section 4 beside its host.
+# 3. Estimate that step on the card, as below. Read $c$ beside its host.
 # 4. Check that your batch fits: lab 09.
 # 5. While the host decides, buy a faster host, or by price; once kernels do, by bandwidth and dense peak.
 #
@@ -1060,7 +1060,7 @@ with lab.attempt("Your own step on four cards"):
     lab.table(heads, *((card.name, *on_card(my_queue, my_c, card)) for card in my_cards))
 
 # %% [markdown]
-# On ours 71 ms were measured for 68. Section 8's H100 kernels lay between our row and its own. Beside a host half as fast a B200
+# On ours 71 ms were measured for 68. Section 8's H100 kernels lay between our row and the H100's. Beside a host half as fast a B200
 # takes 91 ms, as ours does. If ranges overlap, as an H100's 68 to 97 and our 68, rent and measure. Sections 9 to 11, optional, test
 # the article's numbers.
 
@@ -1124,7 +1124,7 @@ for place, name in enumerate((BLACKWELL, H100)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Padded, 9,200 would be at least 96 % of the H100's peak, not padded 39 %. So the H100's were probably not.
+# The 9,200 are at least 96 % of the H100's peak if padded, else 39 %. So its texts probably weren't.
 #
 # **Takeaway.** No card makes more than its peak over the work.
 
@@ -1399,9 +1399,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** They can, if the H100 holds half the batch and texts aren't padded: beside a host of 24 µs a launch, as short texts say
-# of both its hosts if its loop is ours, the model gives 1.2 by our kernels and 1.6 by its. It has 1.3 to 1.4. With 32 texts on both
-# it gives 0.6 to 0.8. So the host alone doesn't explain it: half the batch has to, too.
+# **Answer.** They can, if the H100 holds half the batch and texts aren't padded. At 24 µs a launch, which short texts say of both its
+# hosts if its loop is ours, the model gives 1.2 by our kernels, 1.6 by its. It has 1.3 to 1.4. With 32 texts on both it gives 0.6 to
+# 0.8. So the host alone doesn't explain it: half the batch has to, too.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
