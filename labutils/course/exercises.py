@@ -208,8 +208,9 @@ def difference(expected: Any, given: Any, tolerance: float) -> str:
         other = others[place]
         if torch.is_tensor(one) != torch.is_tensor(other) or isinstance(other, str):
             return f"{place} is a {type(other).__name__}, not a {type(one).__name__}."
+        kinds = ("shape", "dtype", "device") if torch.is_tensor(one) else ("shape",)
         one, other = torch.as_tensor(one), torch.as_tensor(other)
-        for what in ("shape", "dtype", "device"):
+        for what in kinds:
             if getattr(one, what) != getattr(other, what):
                 return f"{place}: its {what} should be {getattr(one, what)}."
         one, other = one.detach().double(), other.detach().double()

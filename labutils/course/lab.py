@@ -338,7 +338,7 @@ class Lab:
         """Show a solution of `exercise` ("04.2"). Raises `LabError` where there is none."""
         from labutils.course.solutions import solutions_of
 
-        number, _, place = exercise.partition(".")
+        number, _, place = str(exercise).partition(".")
         known = solutions_of(number)
         if not place.isdecimal() or not 1 <= int(place) <= len(known):
             raise LabError(

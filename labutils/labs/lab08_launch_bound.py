@@ -56,6 +56,8 @@ def variants(family: str) -> dict[str, Recipe]:
     loop = A3_BASE.but(driver="eager", micro_batch=TEXTS, learning_rate=0.0)
     if family == "dense":
         return {"loop": loop}
+    if family != "moe":
+        raise ValueError(f"No family {family!r}. There are: dense, moe.")
     packed = {"shapes": "packed", "token_budget": ROW, "micro_batch": 1}
     ours = loop.but(layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed)
     captured = ours.but(driver="graph")
@@ -174,8 +176,7 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Milliseconds of a warm "long" step and of the "short" one in so many rounds, there and back,
     beside a host of such a delay (microseconds an operation; None: the plain host)."""
-    turns = {"short": short.step} if short else {}
-    turns |= {"long": step}
+    turns = ({"short": short.step} if short else {}) | {"long": step}
     times: dict[str, list[float]] = {name: [] for name in turns}
     with nullcontext() if delay_us is None else SlowerHost(delay_us):
         for number in range(rounds):

@@ -146,7 +146,7 @@ X = torch.tensor([1.0, 2.0])
 @pytest.mark.parametrize(
     ("result", "word"),
     [
-        ({"a": X, "b": 3.0}, ""),
+        ({"a": X, "b": np.float64(3)}, ""),
         ({"a": X}, "should have"),
         ({"a": X[:1], "b": 3.0}, "shape"),
         ({"a": X.double(), "b": 3.0}, "dtype"),
