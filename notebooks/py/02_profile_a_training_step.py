@@ -81,7 +81,7 @@ from labutils.training import Benchmark
 from labutils.workloads.stable_diffusion import on_drawn_latents
 
 plots.use_style()
-steps = steps or (3 if lab.scale == "tiny" else 8)
+timed_steps = steps or (3 if lab.scale == "tiny" else 8)
 traces = lab.cache_dir / "traces" / "lab-02"
 shutil.rmtree(traces, ignore_errors=True)  # those of the last time: traces are large
 
@@ -317,7 +317,7 @@ lab.predict("time of an optimizer step", my_step_ms, "ms")
 
 # %%
 tags = {"stock": {"experiment": "stock"}}
-stock = bench.compare({"stock": STOCK}, steps, rounds=1, tags=tags)["stock"]
+stock = bench.compare({"stock": STOCK}, timed_steps, rounds=1, tags=tags)["stock"]
 stock.metrics |= {"formula_ms": formula_ms, "image_ms": image_ms}
 stock.metrics |= trace.metrics(stock.metric("step_ms"), stock.metric("data_ms"))
 names = {"run": "an optimizer step", "formula_ms": "formula, ms", "step_ms": "measured, ms"}
