@@ -330,16 +330,13 @@ def queue_of(profiler):
 
 
 # %%
-TRACED = 3  # steps
 os.environ["TEARDOWN_CUPTI"] = "1"  # else the profiler stays loaded and can slow launches
 
 
 def traced(step):
-    """The queue of so many steps."""
     with torch.profiler.profile() as profiler:
-        for _ in range(TRACED):
-            step()
-            synchronize()
+        step()
+        synchronize()
     synchronize()  # without a call to CUDA the profiler can't leave
     return queue_of(profiler)
 
@@ -357,12 +354,12 @@ def in_turns(steps, rounds=10):
 
 # %%
 def replayed_ms(queue, c):
-    return two_clocks([(c, k, waits) for k, waits in queue]) / TRACED
+    return two_clocks([(c, k, waits) for k, waits in queue])
 
 
 def launch_ms(queue, step_ms):
     """The c with which the replay takes as long as the step did, by halving."""
-    low, high = 0.0, TRACED * step_ms / len(queue)
+    low, high = 0.0, step_ms / len(queue)
     for _ in range(20):
         c = (low + high) / 2
         low, high = (c, high) if replayed_ms(queue, c) < step_ms else (low, c)
@@ -409,7 +406,7 @@ def off_by(predicted, measured):
 
 def compared(name, c, queue, measured):
     """Both sums, what they and the replay make of a step, and what was measured."""
-    host, kernels = c * len(queue) / TRACED, sum(k for k, _ in queue) / TRACED
+    host, kernels = c * len(queue), sum(k for k, _ in queue)
     replayed = replayed_ms(queue, c)
     row = {"a step": name, "launches, ms": host, "kernels, ms": kernels}
     row |= {"goes by": "host" if host > kernels else "GPU", "replay, ms": replayed}
@@ -428,7 +425,7 @@ for name, lm in models.items():
         operations[tokens], queues[tokens] = host.operations, traced(step)
     ms = in_turns(steps_by_length)
     c_short = launch_ms(queues[short], ms[short])
-    share = sum(k for k, _ in queues[short]) / TRACED / ms[short]
+    share = sum(k for k, _ in queues[short]) / ms[short]
     if on_gpu and share > 0.5:
         print(f"{name}: kernels take {share:.0%} of the short step. Lower `short`.")
     a_launch = {n: operations[n] / len(queues[n]) for n in queues}  # operations for each
@@ -655,6 +652,13 @@ def speeds(runs):
 
 
 lab.show(ways, speeds, experiment="steps", **of)
+rows = []
+for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
+    if on_gpu and name in studied:
+        program = studied[name].program
+        by_kind = {kind: ms / program.steps for kind, (ms, _) in sorted(program.work.items())}
+        rows.append({"ms of kernels": name} | by_kind)
+lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Grouped* cut launches to a seventh and made the step 3.2 times as fast, by the loop's *again* 2.7. Launches then take 231 ms,
