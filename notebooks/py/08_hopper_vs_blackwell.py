@@ -23,7 +23,7 @@
 # workstation card wins on long texts, at a third of the price. The article blames the H100's *host*: this CPU hands out work too
 # slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. It missed an H200's steps by at most 11 %. A finer one
+# You write a model of ten lines that predicts a step from its launches. It missed an H200's steps by at most 13 %. A finer one
 # missed those of Qwen3-8B and gpt-oss-20b by at most 7 % here, and 20 % on record.
 #
 # **After this lab you can**
@@ -304,7 +304,7 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** An operation takes this host 9 µs bare, 18 to 32 in modules: its cost belongs to a host and to the Python around it.
+# **Takeaway.** An operation takes this host 7 µs bare, 25 to 45 in modules: its cost belongs to a host and to the Python around it.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -441,7 +441,7 @@ lab.table(pd.DataFrame(rows))
 # %% [markdown]
 # An operation is taken to cost the host the same in a short step and a long one. So $c$ is scaled by operations per launch.
 #
-# The replay was off by at most 11 %, the larger of the two sums by 23. That sum leaves out the waits. The replay leaves out gaps
+# The replay was off by at most 13 %, the larger of the two sums by 19. That sum leaves out the waits. The replay leaves out gaps
 # between kernels, and is short where they decide or clocks are level. Where the host decides, it is tested less: $c$ comes from
 # such a step.
 #
@@ -550,11 +550,10 @@ lab.show(loops, predictions, experiment="steps", **plain)
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The dense model goes by the *GPU*: kernels take 369 ms, launches 279. The replay makes 396 of it, and 403 were measured. $c$ was
-# read twice, 12 % apart.
+# The dense model goes by the *GPU*: kernels take 370 ms, launches 348. The replay makes 406 of it, and 420 were measured.
 #
-# The expert loop goes by the *host*: launches take 1,088 ms, kernels 496. Waits, which are not evenly spread, add to that: the
-# replay makes 1,217 of it. 1,302 were measured, *again* 1,286. Single steps took 1,110 to 1,522 ms, as a host's speed drifts: the
+# The expert loop goes by the *host*: launches take 1,161 ms, kernels 496. Waits, which are not evenly spread, add to that: the
+# replay makes 1,286 of it. 1,377 were measured, *again* 1,340. Single steps took 1,162 to 1,601 ms, as a host's speed drifts: the
 # loop's error is known to about ±10 points.
 #
 # **Takeaway.** Find your step's clock before you buy a card.
@@ -665,9 +664,9 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* cut launches to a seventh and made the step 2.8 times as fast. Launches then take 213 ms, kernels 437: the GPU decides.
+# *Grouped* cut launches to a seventh and made the step 2.9 times as fast. Launches then take 219 ms, kernels 438: the GPU decides.
 # *Rewritten* halves its kernels: fewer elementwise ones, casts and LoRA's *thin* products, with softmax fused into attention. Now
-# both clocks are level, and *captured* gains 5 %. *Compiled* takes 2.2 times the *floor*, the least time at this card's measured
+# both clocks are level, and *captured* gains 14 %. *Compiled* takes 2.2 times the *floor*, the least time at this card's measured
 # rates.
 
 # %%
@@ -687,7 +686,7 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# White in the host's row is Python and PyTorch: between launches it counts in $c$. *Dense*: the profiler opens the gaps. *Loop*:
+# White in the host's row is Python and PyTorch: between launches it counts in $c$. *Dense*: one kernel follows the other. *Loop*:
 # the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
 # **Takeaway.** First fewer launches: on our H200s 2.4 to 3.5 times as fast. Then the rest: 3.3 times again.
@@ -748,7 +747,7 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 437 ms hide launches of 213, and nearly those of 358. Beyond, a step takes as long as its launches. There the test is
+# Kernels of 438 ms hide launches of 219, and nearly those of 421. Beyond, a step takes as long as its launches. There the test is
 # weak: $c$ comes from steps just as long.
 #
 # **How far can you trust the replay?** All our readings of it, on H200s and H100s:
@@ -893,11 +892,11 @@ for (name, card, of_scale), run in tested.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Our kernels come out 8 to 12 % too short unscaled, and 9 to 20 % too long scaled. So take both as ends of a range. Steps were off
-# by -2 to +18 %, given the H100's own $c$. No other card has been tested.
+# Our kernels come out 9 to 11 % too short unscaled, and 9 to 21 % too long scaled. So take both as ends of a range. Steps were off
+# by -2 to +17 %, given the H100's own $c$. No other card has been tested.
 #
 # Launches don't get faster with a card. From H100 to B200 the loop gains 1.1 times, *grouped* 2.2. On the Blackwell card
-# `grouped_mm` falls back to a loop: expect the loop's bar. There it has 0.8 of the H100's speed, dense 0.5.
+# `grouped_mm` falls back to a loop: expect the loop's bar. There it has 0.9 of the H100's speed, dense 0.5.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -985,7 +984,7 @@ with lab.attempt("Your own step on four cards"):
     lab.table(heads, *((name, card.name, *on_card(*of, card)) for (name, of), card in own))
 
 # %% [markdown]
-# A B200 takes 44 ms for the dense step. Beside a host half as fast it takes 86, as long as an H200 there. If two cards' ranges
+# A B200 takes 42 ms for the dense step. Beside a host half as fast it takes 76, as long as an H200 there. If two cards' ranges
 # overlap, rent both and measure.
 
 # %% [markdown]
@@ -1184,7 +1183,7 @@ for run in [run for run in large if run.metric("flops_per_step") and run.samples
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They come out 9 and 30 % too long.
+# They come out 10 and 30 % too long.
 #
 # **Then launches.** Layers are alike: thin models of one and two layers tell how many operations any depth has.
 
@@ -1258,9 +1257,9 @@ fitted_us = ours_us * 32 * 3600 / np.mean(short_texts) / launches_s  # if hosts 
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# Where launches decide, on gpt-oss's short texts, the article has 0.7 to 0.8 of our examples: its hosts take 24 µs a launch, if
-# both take as long and run this loop. Where kernels decide, on Qwen3-32B, the article is 1.4 and 1.8 times as fast as the model:
-# its kernels are shorter, or ours too long.
+# Where launches decide, on gpt-oss's short texts, the article has 0.8 of our examples: its hosts take 24 µs a launch, if both take
+# as long and run this loop. Where kernels decide, on Qwen3-32B, the article is 1.4 and 1.8 times as fast as the model: its kernels
+# are shorter, or ours too long.
 #
 # **Which host does it take?** Draw the ratio on long texts over hosts. The table has it by our kernels, and by kernels as short as
 # the article's.
@@ -1315,7 +1314,7 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** They can. With the article's batches its ratio takes a host of 19 to 28 µs, and its short texts say 24. With 32 texts
+# **Answer.** They can. With the article's batches its ratio takes a host of 18 to 28 µs, and its short texts say 24. With 32 texts
 # on both no host gives it. So a slow host alone doesn't explain the order: it also takes half the batch.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
