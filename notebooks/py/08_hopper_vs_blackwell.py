@@ -895,8 +895,8 @@ lab.table(pd.DataFrame(rows))
 # Our kernels come out 9 to 11 % too short unscaled, and 9 to 21 % too long scaled. So take both as ends of a range. Steps were off
 # by -2 to +17 %, given the H100's own $c$. No other card has been tested.
 #
-# Launches don't get faster with a card. From H100 to B200 the loop gains 1.1 times, *grouped* 2.2. On the Blackwell card
-# `grouped_mm` falls back to a loop: expect the loop's bar. There it has 0.9 of the H100's speed, dense 0.5.
+# Launches don't get faster with a card. From H100 to B200 the loop gains 1.1 times, *grouped* 2.2. On the RTX card `grouped_mm`
+# falls back to a loop: expect the loop's bar. There it has 0.9 of the H100's speed, dense 0.5.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1047,7 +1047,7 @@ for place, name in enumerate((BLACKWELL, H100)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# The 9,200 are at least 96 % of the H100's peak if padded and checkpointed, else 39 %. So its texts probably weren't.
+# Padded and checkpointed, the 9,200 are 96 % of the H100's peak, else 39 %. So its texts probably weren't padded.
 #
 # **Takeaway.** No card makes more than its peak over the work.
 
@@ -1315,7 +1315,7 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** They can. With the article's batches its ratio takes a host of 18 to 28 µs, and its short texts say 24. With 32 texts
-# on both no host gives it. So a slow host alone doesn't explain the order: it also takes half the batch.
+# on both no host gives it. Neither a slow host nor half the batch explains the order alone: it takes both.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
