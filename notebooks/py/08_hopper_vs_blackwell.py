@@ -38,8 +38,8 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 96 GB | 6 minutes |
 #
-# On a CPU operators stand for kernels. *Here* is the machine that printed this page, *ours* another that we measured. Sections 9 to
-# 11, optional, test the article's numbers.
+# On a CPU operators stand for kernels. *Here* is the machine that printed this page, *ours*, in verdicts, another that we measured.
+# Sections 9 to 11, optional, test the article's numbers.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (a GPU of 96 GB), auto: the largest that fits
@@ -442,7 +442,7 @@ lab.table(pd.DataFrame(rows))
 # An operation is taken to cost the host the same in a short step and a long one. So $c$ is scaled by operations per launch.
 #
 # The replay was off by at most 13 %, the larger of the two sums by 19. That sum leaves out the waits. The replay leaves out gaps
-# between kernels, and is short where they decide or clocks are level. Where the host decides, it is tested less: $c$ comes from
+# and takes all launches for alike: it was short in five of six steps. Where the host decides, it is tested less: $c$ comes from
 # such a step.
 #
 # **Takeaway.** A trace and a short step predict a long one.
@@ -550,7 +550,7 @@ lab.show(loops, predictions, experiment="steps", **plain)
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# The dense model goes by the *GPU*: kernels take 370 ms, launches 348. The replay makes 406 of it, and 420 were measured.
+# The dense model goes by the *GPU*: kernels take 370 ms, launches 348. The replay makes 406 of it; 420 and 435 were measured.
 #
 # The expert loop goes by the *host*: launches take 1,161 ms, kernels 496. Waits, which are not evenly spread, add to that: the
 # replay makes 1,286 of it. 1,377 were measured, *again* 1,340. Single steps took 1,162 to 1,601 ms, as a host's speed drifts: the
@@ -665,9 +665,9 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Grouped* cut launches to a seventh and made the step 2.9 times as fast. Launches then take 219 ms, kernels 438: the GPU decides.
-# *Rewritten* halves its kernels: fewer elementwise ones, casts and LoRA's *thin* products, with softmax fused into attention. Now
-# both clocks are level, and *captured* gains 14 %. *Compiled* takes 2.2 times the *floor*, the least time at this card's measured
-# rates.
+# *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products, of 64 or fewer, with attention in one kernel.
+# Now both clocks are level, and *captured* gains 14 %. *Compiled* takes 2.2 times the *floor*, the least time at this card's
+# measured rates.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -774,8 +774,8 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How long would the step take on other cards, with this host?
 #
 # **Technique.** Scale each kernel by what bounds it. Products and attention take the longer of their arithmetic and their memory
-# traffic, the *roofline*, at the step's mean FLOPs a byte. LoRA's thin products and all else go by bandwidth. What an empty kernel
-# takes, stays.
+# traffic, the *roofline*, at the step's mean FLOPs a byte. Thin products and all else go by bandwidth. What an empty kernel takes,
+# stays.
 
 
 # %%
@@ -892,8 +892,8 @@ for (name, card, of_scale), run in tested.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Our kernels come out 9 to 11 % too short unscaled, and 9 to 21 % too long scaled. So take both as ends of a range. Steps were off
-# by -2 to +17 %, given the H100's own $c$. No other card has been tested.
+# Our kernels come out 9 to 11 % too short unscaled, and 9 to 21 % too long scaled. So take dense peak and bandwidth as ends of a
+# range. Steps were off by -2 to +17 %, given the H100's own $c$. No other card has been tested.
 #
 # Launches don't get faster with a card. From H100 to B200 the loop gains 1.1 times, *grouped* 2.2. On the RTX card `grouped_mm`
 # falls back to a loop: expect the loop's bar. There it has 0.9 of the H100's speed, dense 0.5.
@@ -1047,7 +1047,7 @@ for place, name in enumerate((BLACKWELL, H100)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Padded and checkpointed, the 9,200 are 96 % of the H100's peak, else 39 %. So its texts probably weren't padded.
+# Checkpointed, the 9,200 are 96 % of the H100's peak if padded, else 39 %. So its texts probably weren't padded.
 #
 # **Takeaway.** No card makes more than its peak over the work.
 
