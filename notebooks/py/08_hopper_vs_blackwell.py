@@ -265,15 +265,14 @@ class SlowHost(TorchDispatchMode):
 
     def __init__(self, delay_us=0.0):
         super().__init__()
-        self.delay_us, self.operations, self.delayed_ms = delay_us, 0, 0.0
+        self.delay_us, self.operations = delay_us, 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if not operation.is_view and not operation.name().startswith(self.no_launch):
             self.operations += 1
-            began = now = time.perf_counter()
-            while now < began + self.delay_us / 1e6:
-                now = time.perf_counter()
-            self.delayed_ms += 1e3 * (now - began)
+            until = time.perf_counter() + self.delay_us / 1e6
+            while time.perf_counter() < until:
+                pass
         return operation(*args, **(kwargs or {}))
 
 
@@ -355,6 +354,10 @@ def in_turns(steps, rounds=8):
 
 
 # %%
+def kernels_ms(queue):
+    return sum(k for k, _ in queue)
+
+
 def replayed_ms(queue, c):
     return two_clocks([(c, k, waits) for k, waits in queue])
 
@@ -408,7 +411,7 @@ def off_by(predicted, measured):
 
 def compared(name, c, queue, measured):
     """Both sums, what they and the replay make of a step, and what was measured."""
-    host, kernels = c * len(queue), sum(k for k, _ in queue)
+    host, kernels = c * len(queue), kernels_ms(queue)
     replayed = replayed_ms(queue, c)
     row = {"a step": name, "c, µs": 1e3 * c, "launches, ms": host, "kernels, ms": kernels}
     row |= {"goes by": "host" if host > kernels else "GPU", "replay, ms": replayed}
@@ -427,7 +430,7 @@ for name, lm in models.items():
         operations[tokens], queues[tokens] = host.operations, traced(step)
     ms = in_turns(steps_by_length)
     c_short = launch_ms(queues[short], ms[short])
-    share = sum(k for k, _ in queues[short]) / ms[short]
+    share = kernels_ms(queues[short]) / ms[short]
     if on_gpu and share > 0.5:
         print(f"{name}: kernels take {share:.0%} of the short step. Lower `short`.")
     a_launch = {n: operations[n] / len(queues[n]) for n in queues}  # operations for each
@@ -435,7 +438,7 @@ for name, lm in models.items():
         queue, c = queues[tokens], c_short * a_launch[tokens] / a_launch[short]
         rows.append(compared(f"{name}, {tokens} tokens", c, queue, ms[tokens]))
     queues_and_c[name] = queue, c
-steps_by_length = models = lm = None  # their memory is needed
+steps_by_length = step = models = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
@@ -980,8 +983,8 @@ with lab.attempt("Your own step on four cards"):
     if not (on_gpu and here):
         raise Unavailable("kernels are scaled from a GPU with a data sheet")
     heads = ("a step", "on", "ms by bandwidth", "by dense peak", "by bandwidth, host half as fast")
-    own = product(queues_and_c.items(), my_cards)
-    lab.table(heads, *((name, card.name, *on_card(*of, card)) for (name, of), card in own))
+    pairs = product(queues_and_c.items(), my_cards)
+    lab.table(heads, *((name, card.name, *on_card(*its, card)) for (name, its), card in pairs))
 
 # %% [markdown]
 # A B200 takes 42 ms for the dense step. Beside a host half as fast it takes 76, as long as an H200 there. If two cards' ranges
@@ -1274,9 +1277,17 @@ def blackwell_over_h100(us, **how):
     return np.divide(*both_cards(us, **how)["examples/h"].iloc[-2:])
 
 
+kernels = {"ours": None, "the article's": articles_kernels}
+ratio_of = {  # beside a host of so many µs
+    (name, by): partial(blackwell_over_h100, **how, shorter=shorter)
+    for (name, how), (by, shorter) in product(batches.items(), kernels.items())
+}
+curves = {key: np.array([ratio(us) for us in many_us]) for key, ratio in ratio_of.items()}
+
+# %%
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
-for style, (name, how) in zip(("-", "--"), batches.items(), strict=True):
-    ax.plot(many_us, [blackwell_over_h100(us, **how) for us in many_us], style, label=name)
+for style, name in zip(("-", "--"), batches, strict=True):
+    ax.plot(many_us, curves[name, "ours"], style, label=name)
 ax.axhspan(1.3, 1.4, color="grey", alpha=0.4, label="the article")
 ax.axvline(ours_us, color="black", linewidth=1, label=f"{whose}: {ours_us:.0f} µs")
 ax.axvline(
@@ -1289,13 +1300,11 @@ plt.show()
 
 # %%
 rows = []
-kernels = {"ours": None, "the article's": articles_kernels}
-for (name, how), (by, shorter) in product(batches.items(), kernels.items()):
+for (name, by), ratio in ratio_of.items():
     row = {"Blackwell / H100": name, "kernels": by}
     for host, us in {whose: ours_us, "fitted": fitted_us}.items():
-        row[f"{host}: {us:.0f} µs"] = blackwell_over_h100(us, **how, shorter=shorter)
-    ratios = np.array([blackwell_over_h100(us, **how, shorter=shorter) for us in many_us])
-    between = many_us[(ratios >= 1.3) & (ratios <= 1.4)]
+        row[f"{host}: {us:.0f} µs"] = ratio(us)
+    between = many_us[(curves[name, by] >= 1.3) & (curves[name, by] <= 1.4)]
     row["1.3 to 1.4 takes"] = (
         f"{between[0]:.0f} to {between[-1]:.0f} µs" if len(between) else "no host"
     )

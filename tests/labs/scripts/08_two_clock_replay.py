@@ -1,4 +1,4 @@
-"""Two clocks through the launches of a step: those in lab 08's table, of an H200, and one here."""
+"""Two clocks through the launches of a step: those of an H200 on record, and one here."""
 
 import time
 
