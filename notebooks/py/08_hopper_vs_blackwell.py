@@ -23,8 +23,8 @@
 # workstation card wins on long texts, at a third of the price. The article blames the H100's *host*: this CPU hands out work too
 # slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. It was off by at most 13 % on an H200, a finer one by 7 %
-# for Qwen3-8B and gpt-oss-20b, by 20 at the worst on record.
+# You write a model of ten lines that predicts a step from its launches. It was off by at most 7 % on an H200. A finer one was off
+# by 11 % for Qwen3-8B and gpt-oss-20b, and by 20 at the worst on record.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -303,7 +303,7 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** An operation takes this host 7 µs bare, 25 to 45 in modules: its cost belongs to a host and to the Python around it.
+# **Takeaway.** An operation takes this host 8 µs bare, 24 to 65 in modules: its cost belongs to a host and to the Python around it.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -443,12 +443,11 @@ steps_by_length = step = models = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# $c$ differs between models: it belongs to code as well. An operation is taken to cost the host the same in a short step and a long
-# one, so $c$ is scaled by operations per launch.
+# An operation is taken to cost the host the same in a short step and a long one, so $c$ is scaled by operations per launch.
 #
-# The replay was off by at most 13 %, the larger of the two sums by 19, as it leaves out waits. The replay leaves out gaps and takes
-# all launches for alike. So it was short in five of six steps. Where the host decides, it is tested less: $c$ comes from such a
-# step.
+# The replay was off by at most 7 %, the larger of the two sums by 23, as it leaves out waits. The replay leaves out gaps between
+# kernels and takes all launches for alike. So it was short in each step. Where the host decides, it is tested less: $c$ comes from
+# such a step.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -558,10 +557,11 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# *Dense*: the GPU decides. Kernels take 370 ms, launches 348. The replay makes 406 of it; 420 and 435 were measured.
+# *Dense*: the GPU decides. Kernels take 367 ms, launches 332. The replay makes 401 of it; 409 and 410 were measured. Section 4's
+# replay makes 369, as it lacks gaps.
 #
-# *Loop*: the host decides. Launches take 1,161 ms, kernels 496. Waits add to that: the replay makes 1,286 of it. 1,377 and 1,340
-# were measured. A host's speed drifts: the loop's error is known to ±10 points.
+# *Loop*: the host decides. Launches take 1,063 ms, kernels 495. Waits add to that: the replay makes 1,183 of it. 1,189 were
+# measured, *again* 1,368, as a host's speed drifts.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -672,9 +672,9 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* cut launches to a seventh and made the step 2.9 times as fast. Launches then take 219 ms, kernels 438: the GPU decides.
+# *Grouped* cut launches to a seventh and made the step 2.5 times as fast. Launches then take 243 ms, kernels 437: the GPU decides.
 # *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products, of 64 or fewer, with attention in one kernel.
-# Now both clocks are level, and *captured* gains 14 %. *Compiled* takes 2.2 times the *floor*, the least time at this card's
+# Now both clocks are level, and *captured* gains 12 %. *Compiled* takes 2.2 times the *floor*, the least time at this card's
 # measured rates.
 
 # %%
@@ -694,10 +694,10 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# White in the host's row is Python and PyTorch: it counts in $c$. *Dense*: one kernel follows the other. *Loop*: the GPU waits for
-# launches, the host for the GPU. *Captured*: after one call the host waits.
+# White in the host's row is Python and PyTorch: it counts in $c$. *Dense*: one kernel follows the other, unless the profiler slows
+# the host. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
-# **Takeaway.** First fewer launches: on our H200s 2.4 to 3.5 times as fast. Then the rest: 3.3 times again.
+# **Takeaway.** First fewer launches: on our H200s 2.4 to 3.5 times as fast. Then the rest: 3.4 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -755,7 +755,7 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 438 ms hide launches of 219, and nearly those of 421. Beyond, launches decide. There the test is weak: $c$ comes from
+# Kernels of 437 ms hide launches of 243, and nearly those of 411. Beyond, launches decide. There the test is weak: $c$ comes from
 # steps just as long.
 #
 # **How far can you trust the replay?** All readings of it on our H200s and H100s:
@@ -896,11 +896,11 @@ for (name, of_scale), run in on_an_h100.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Unscaled kernels are 9 to 11 % too short, scaled ones 9 to 21 % too long. So take dense peak and bandwidth as ends of a range.
-# Steps were off by -2 to +17 %. RTX PRO and B200 are untested.
+# Unscaled kernels are 9 to 12 % too short, scaled ones 9 to 20 % too long. So take dense peak and bandwidth as ends of a range.
+# Steps were off by -3 to +18 %. RTX PRO and B200 are untested.
 #
 # Launches don't get faster with a card. From H100 to B200 the loop gets 1.1 times as fast, *grouped* 2.2 times. *Dense* gets only
-# 1.4 times as fast, launch-bound by then. The RTX PRO has half of the H100's speed for *dense*, 0.9 for the loop, to which
+# 1.4 times as fast, launch-bound by then. The RTX PRO has half of the H100's speed for *dense*, 0.8 for the loop, to which
 # `grouped_mm` falls back there.
 #
 # **Takeaway.** Remove launches, then compare cards.
@@ -994,7 +994,7 @@ with lab.attempt("Your own step on four cards"):
     lab.table(heads, *((name, card.name, *on_card(*its, card)) for (name, its), card in pairs))
 
 # %% [markdown]
-# A B200 takes 42 ms for the dense step. With a host half as fast it takes 76, as long as an H200. If two cards' ranges overlap,
+# A B200 takes 42 ms for the dense step. With a host half as fast it takes 68, nearly an H200's 70. If two cards' ranges overlap,
 # rent both and measure.
 
 # %% [markdown]
@@ -1195,7 +1195,7 @@ for run in [run for run in large if run.metric("flops_per_step") and run.samples
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They come out 10 and 30 % too long.
+# They come out 9 and 29 % too long.
 #
 # **Then launches.** Layers are alike: thin models of one and two layers tell how many operations any depth has.
 
@@ -1268,7 +1268,7 @@ fitted_us = ours_us * 32 * 3600 / np.mean(short_texts) / launches_s  # if hosts 
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# On gpt-oss's short texts launches decide. The article has 0.8 of the model's examples, so its hosts take 24 µs a launch. On
+# On gpt-oss's short texts launches decide. The article makes 0.7 times the model's examples, so its hosts take 24 µs a launch. On
 # Qwen3-32B kernels decide. There the article is 1.4 and 1.8 times as fast as the model: its kernels are shorter, or ours too long.
 #
 # **Which host does it take?** Draw the ratio on long texts over hosts: a band from our kernels to kernels as short as the
@@ -1317,7 +1317,7 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** They can. With the article's batches its ratio takes a host of 18 to 28 µs, and its short texts say 24. With 32 texts
+# **Answer.** They can. With the article's batches its ratio takes a host of 19 to 28 µs, and its short texts say 24. With 32 texts
 # on both no host gives it. So it takes both: a slow host, and half the batch on the H100.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
