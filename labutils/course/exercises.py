@@ -217,7 +217,7 @@ def difference(expected: Any, given: Any, tolerance: float) -> str:
         off = (one - other).abs().max().item() if one.numel() else 0.0
         largest = one.abs().max().item() if one.numel() else 0.0
         if not off <= tolerance * largest:  # also where it is NaN
-            return f"{place} is off by up to {off:.3g}. Its largest number should be {largest:.3g}."
+            return f"{place} is off by up to {off:.3g}, of {largest:.3g}."
     return ""
 
 
