@@ -96,9 +96,10 @@ def load_libraries(device: str) -> None:
 
 
 def side_by_side(runs: Iterable[Run]) -> pd.DataFrame:
-    """The article's table: a column a method, and for each batch size a row of times, of floors and
-    of memory."""
-    heads = {"step_ms": "step, ms", "floor_ms": "floor, ms", "peak_allocated_gb": "memory, GB"}
+    """The article's table: a column a method, and for each batch size a row of times, of floors, of
+    useful tokens a second and of memory."""
+    heads = {"step_ms": "step, ms", "floor_ms": "floor, ms"}
+    heads |= {"useful_tokens_per_s": "useful tokens/s", "peak_allocated_gb": "memory, GB"}
     frame = to_frame(runs).set_index(["batch", "method"]).reindex(columns=list(heads))
     frame = frame.rename(columns=heads)
     return frame.rename_axis(columns="").stack().unstack("method").reset_index()

@@ -219,8 +219,7 @@ def predict_and_measure(
     if short:
         run.samples = {"short_ms": times["short"]}
         run.metrics["short_kernels_ms"] = short.program.kernel_ms
-        operations = {"short_operations": short.operations, "operations": short.long_operations}
-        run.metrics |= operations
+        run.metrics |= {"short_operations": short.operations, "operations": short.long_operations}
     if short and read:
         predicted_ms = short.predict(program, read, times["short"])
         run.metrics |= {"host_us": 1e3 * read, "host_ms": read * program.launches}

@@ -23,8 +23,8 @@
 # workstation card wins on long texts, at a third of the price. The article blames the H100's *host*: this CPU hands out work too
 # slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. Here it was off by at most 7 % for small models, by 11 for
-# Qwen3-8B and gpt-oss-20b; a finer one by 20 at worst.
+# You write a model of ten lines that predicts a step from its launches. Here it was off by at most 6 %, on another H200 by 13; a
+# finer one, for Qwen3-8B and gpt-oss-20b, by 20 at worst.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -36,7 +36,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB | 6 minutes |
+# | `full` | a GPU of 96 GB | 6 to 7 minutes |
 #
 # On a CPU operators stand for kernels. Sections 9 to 11, optional, test the article's numbers.
 
@@ -304,8 +304,7 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** An operation takes this host 8 µs bare, some 25 in modules, a call of `backward` some 300 more. So measure $c$ for
-# each program.
+# **Takeaway.** An operation takes this host 8 µs bare, 25 to 40 in modules: Python counts. So measure $c$ for each program.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -452,9 +451,9 @@ lab.table(pd.DataFrame(rows))
 # %% [markdown]
 # An operation is taken to cost the host the same in a short step and a long one, so $c$ is scaled by operations per launch.
 #
-# The replay was off by at most 7 %, the larger of the two sums, without waits and order, by up to 23. The replay leaves out gaps
-# between kernels and treats all launches alike. So it was short in each step. Where the host decides, it is tested less: $c$ comes
-# from such a step.
+# The replay was off by at most 6 %, the larger of the two sums, without waits and order, by up to 21. The replay leaves out gaps
+# between kernels and treats all launches alike. It was short in five of six steps. Where the host decides, it is tested less: $c$
+# comes from such a step.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -566,11 +565,11 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# *Dense*: the GPU decides, just. Kernels take 367 ms, launches 332. The replay makes 401 of it; 409 and 410 were measured. Section
-# 4's makes 369: it lacks gaps and uneven launches.
+# *Dense*: both clocks are level here; a faster host would let the GPU decide. Launches take 390 ms, kernels 371. The replay makes
+# 430 of it; 419 and 425 were measured. Section 4's, without gaps and uneven launches, makes 400.
 #
-# *Loop*: the host decides. Launches take 1,063 ms, kernels 495. Waits add to that, unevenly: the replay makes 1,183 of it. 1,189
-# were measured, *again* 1,368, as a host's speed drifts.
+# *Loop*: the host decides. Launches take 1,259 ms, kernels 498. Waits add to that, unevenly: the replay makes 1,373 of it. 1,371
+# were measured, *again* 1,483, as a host's speed drifts.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -681,9 +680,9 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* needs a seventh of the launches, each of 28 µs, not 17. They take 243 ms, kernels 437: the GPU decides. The step is 2.5
+# *Grouped* needs a seventh of the launches, each of 29 µs, not 20. They take 252 ms, kernels 441: the GPU decides. The step is 2.9
 # times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products, of 64 or fewer, with attention
-# in one kernel. Now both clocks are level, and *captured* gains 12 %. *Compiled* takes 2.2 times the *floor*.
+# in one kernel. Now both clocks are level, and *captured* gains 9 %. *Compiled* takes 2.2 times the *floor*.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -703,7 +702,7 @@ with lab.attempt("Host and GPU, from traces"):
 
 # %% [markdown]
 # White in the host's row is Python and PyTorch: it counts in $c$. *Dense*: most gaps are the profiler's. Without it the GPU idles
-# 10 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
+# 12 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
 # **Takeaway.** First fewer launches: on our H200s 2.4 to 3.5 times as fast. Then the rest: here 3.4 times again.
 
@@ -764,8 +763,7 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 437 ms hide launches of 243, and nearly those of 411. Beyond, launches decide. There the test is weak: $c$ comes from
-# steps just as long.
+# Kernels of 441 ms hide launches of 252. Beyond, launches decide. There the test is weak: $c$ comes from steps just as long.
 #
 # **How far can you trust the replay?** All earlier readings of it on our H200s and H100s:
 
@@ -911,11 +909,11 @@ for (name, of_scale), run in on_an_h100.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Scaling was no better than not scaling: 9 to 20 % too long, against 9 to 12 % too short. Both cards have one dense peak, so
+# Scaling was no better than not scaling: 10 to 21 % too long, against 8 to 11 % too short. Both cards have one dense peak, so
 # *unscaled* is by peak: take peak and bandwidth as ends of a range.
 #
 # Launches don't get faster with a card. Predicted from H100 to B200: the loop 1.1 times as fast, *grouped* 2.2 times, against the
-# measured H100 1.9, *dense* only 1.4, launch-bound by then. The RTX PRO has half of the H100's speed for *dense*, 0.8 for the loop.
+# measured H100 1.9, *dense* only 1.3, launch-bound by then. The RTX PRO has half of the H100's speed for *dense*, 0.9 for the loop.
 # What its `grouped_mm` takes is untested.
 #
 # **Takeaway.** Remove launches, then compare cards.
@@ -1007,7 +1005,7 @@ with lab.attempt("Your own step on four cards"):
     lab.table(heads, *((name, card.name, *on_card(*its, card)) for (name, its), card in pairs))
 
 # %% [markdown]
-# The dense step takes a B200 34 to 42 ms. With a host half as fast it takes 68, an H200 70. If two cards' ranges overlap, rent both
+# The dense step takes a B200 40 to 42 ms. With a host half as fast it takes 79, an H200 80. If two cards' ranges overlap, rent both
 # and measure.
 
 # %% [markdown]
@@ -1210,7 +1208,7 @@ for run in [run for run in large if run.metric("flops_per_step") and run.samples
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They come out 9 and 29 % too long.
+# They come out 10 and 30 % too long.
 #
 # **Then launches.** Layers are alike: thin models of one and two layers tell how many operations any depth has.
 
@@ -1285,7 +1283,7 @@ fitted_us = ours_us * (articles_s - waits_s) / in_short["host, s"]
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# On gpt-oss's short texts launches decide. Both of the article's cards make 0.7 times the model's examples: two like hosts, of 23
+# On gpt-oss's short texts launches decide. Both of the article's cards make 0.9 times the model's examples: two like hosts, of 23
 # µs a launch. On Qwen3-32B kernels decide. There the article is 1.4 and 1.8 times as fast as the model: its kernels are shorter, or
 # ours too long.
 #
