@@ -23,8 +23,8 @@
 # workstation card wins on long texts, at a third of the price. The article blames the H100's *host*: this CPU hands out work too
 # slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. Here it was off by at most 6 %, on another H200 by 13; a
-# finer one, for Qwen3-8B and gpt-oss-20b, by 20 at worst.
+# You write a model of ten lines that predicts a step from its launches. On H200s it was off by at most 13 %, a finer one, for real
+# models, by 20. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -304,7 +304,8 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** An operation takes this host 8 µs bare, 25 to 40 in modules: Python counts. So measure $c$ for each program.
+# **Takeaway.** An operation takes this host 8 µs bare, 25 to 40 in modules with their backward pass. So measure $c$ for each
+# program.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -467,8 +468,7 @@ lab.table(pd.DataFrame(rows))
 # The table's replay is the course's, finer than yours. It adds a *gap* of 1 to 2 µs between queued kernels, and lets some launches
 # take more than $c$, some less.
 #
-# **Your predictions:** how many µs does a launch take the host in gpt-oss's training loop? For how much of the step is the GPU
-# idle?
+# **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU idle?
 
 # %%
 my_host: float | None = None  # for example 5
@@ -515,7 +515,7 @@ def study(family, way, delays_us=()):
 
 # %% [markdown]
 # **Measurement.** Steps of Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens are predicted; steps on four of 117, in
-# turns with them, give $c$. The learning rate is 0, as above. Each is measured *again*: the difference is noise.
+# turns with them, give $c$. At learning rate 0 tokens keep their experts. Each is measured *again*, for the noise.
 
 # %%
 study("dense", "loop")
@@ -569,7 +569,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # 430 of it; 419 and 425 were measured. Section 4's, without gaps and uneven launches, makes 400.
 #
 # *Loop*: the host decides. Launches take 1,259 ms, kernels 498. Waits add to that, unevenly: the replay makes 1,373 of it. 1,371
-# were measured, *again* 1,483, as a host's speed drifts.
+# were measured, *again* 1,483: hosts drift, and +0 % is luck.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -681,8 +681,8 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Grouped* needs a seventh of the launches, each of 29 µs, not 20. They take 252 ms, kernels 441: the GPU decides. The step is 2.9
-# times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products, of 64 or fewer, with attention
-# in one kernel. Now both clocks are level, and *captured* gains 9 %. *Compiled* takes 2.2 times the *floor*.
+# times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products (a side of 64 or less). Now both
+# clocks are level, and *captured* saves 9 %. *Compiled* takes 2.2 times the roofline's *floor*.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -763,7 +763,7 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 441 ms hide launches of 252. Beyond, launches decide. There the test is weak: $c$ comes from steps just as long.
+# Kernels of 441 ms hide launches of 252. Beyond, launches decide. That is nearly a fit: $c$ comes from steps just as long.
 #
 # **How far can you trust the replay?** All earlier readings of it on our H200s and H100s:
 
@@ -909,20 +909,20 @@ for (name, of_scale), run in on_an_h100.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Scaling was no better than not scaling: 10 to 21 % too long, against 8 to 11 % too short. Both cards have one dense peak, so
-# *unscaled* is by peak: take peak and bandwidth as ends of a range.
+# Scaling was no better than not scaling: 10 to 21 % too long, against 8 to 11 % too short. Here *unscaled* is by peak, as both
+# cards' is the same. So take peak and bandwidth as ends of a range.
 #
-# Launches don't get faster with a card. Predicted from H100 to B200: the loop 1.1 times as fast, *grouped* 2.2 times, against the
-# measured H100 1.9, *dense* only 1.3, launch-bound by then. The RTX PRO has half of the H100's speed for *dense*, 0.9 for the loop.
-# What its `grouped_mm` takes is untested.
+# Launches don't get faster with a card. Predicted from H100 to B200: the loop 1.1 times as fast, *dense*, by then launch-bound, 1.3
+# times, *grouped* 2.2 times. Against the measured H100 these are 1.2, 1.2 and 1.9. An RTX PRO has half of the H100's speed for
+# *dense*, 0.9 for the loop. Its `grouped_mm` is untested.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
 # %% [markdown]
 # ## Exercises
 #
-# **2.** A step has 8,000 launches of 12 µs and kernels of 150 ms. The host waits 800 times, evenly spread. How many ms does
-# the step take, and how many on a card that is twice as fast?
+# **2.** A step has 8,000 launches of 12 µs and kernels of 150 ms. The host waits 800 times, evenly spread. How many ms does the
+# step take, and how many on a card with kernels half as long?
 
 # %% tags=["exercise"]
 my_steps = None  # (this card, the faster one), for example (200, 100)
@@ -973,9 +973,10 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 
 # %% [markdown]
 # ## Before you buy a card
-# 1. Trace a step of yours by `traced`.
+# 1. Put your step into section 4.
 # 2. Remove launches while they take longer than kernels. Has the card a `grouped_mm` (section 6)?
-# 3. Estimate that step on the card, as below, to shorten your list. Rent the best for an hour, and time the step there.
+# 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and those whose range overlaps its, and time the
+#    step there.
 # 4. Check that your batch fits: lab 09.
 # 5. While the host decides, buy a faster host or a cheaper card. Once kernels do, compare ms an example, times price.
 #
@@ -1005,8 +1006,7 @@ with lab.attempt("Your own step on four cards"):
     lab.table(heads, *((name, card.name, *on_card(*its, card)) for (name, its), card in pairs))
 
 # %% [markdown]
-# The dense step takes a B200 40 to 42 ms. With a host half as fast it takes 79, an H200 80. If two cards' ranges overlap, rent both
-# and measure.
+# The dense step takes a B200 40 to 42 ms. With a host half as fast it takes 79, an H200 80.
 
 # %% [markdown]
 # ## 9 · The article's own counts
@@ -1069,8 +1069,8 @@ for place, name in enumerate((BLACKWELL, H100)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Padded, the article's H100 would reach 96 % of its peak, which no training does. Not padded, it reaches 39 %. So its texts
-# probably weren't padded.
+# Padded, the article's H100 would reach 96 % of its peak, which isn't credible. Not padded, it reaches 39 %. So its texts probably
+# weren't padded.
 #
 # **Takeaway.** No card makes more than its peak over the work.
 
@@ -1156,7 +1156,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. At batch 32 gpt-oss takes 78 of an H100's 86 GB: the article ran 16.
+# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. At batch 32 gpt-oss takes 78 of an H100's 86 GB; the article ran 16
+# there.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1333,8 +1334,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** They can, if both hosts are alike, as equal short texts suggest. With the article's batches its ratio takes hosts of
-# 19 to 28 µs; its short texts say 23. With 32 texts on both none can. So it takes both: slow hosts, and half the batch on the H100.
+# **Answer.** They may, if both hosts are alike, as equal short texts suggest. With the article's batches its ratio takes hosts of
+# 19 to 28 µs; its short texts say 23. With 32 texts on both none can. So it takes both: hosts like ours or slower, and half the
+# batch on the H100.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
