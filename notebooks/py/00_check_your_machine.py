@@ -34,7 +34,7 @@
 #
 # | scale | needs | time |
 # |---|---|---|
-# | `tiny` | any CPU | half a minute |
+# | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 1 minute |
 # | `full` | a GPU of 40 GB | 1 minute |
 #
@@ -220,8 +220,8 @@ print(f"first ten products {rates[0]:.3g} TFLOP/s, in the second half {lasts:.3g
 lab.keep(Run("00", "held", metrics={"tflops": lasts, "dtype": dtype}));
 
 # %% [markdown]
-# A card that draws its full power lowers its clock. A CPU that gets hot does the same. This lab reads neither power nor
-# clock, but that is the likely reason. So a benchmark of a tenth of a second and a longer one disagree.
+# A card that draws its full power lowers its clock. A CPU that gets hot does the same. This lab reads neither power nor clock, but
+# that is the likely reason. So on our H200 a benchmark of a tenth of a second and a longer one disagree.
 #
 # **Takeaway.** Compute with measured rates, and not with a data sheet's. Our H200 reached 80 % of its bf16 peak in bursts,
 # and 68 % without pauses: 795 and 670 TFLOP/s. This course's floors use the burst's.

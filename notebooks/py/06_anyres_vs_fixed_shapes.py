@@ -306,9 +306,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# - **Time:** BF16's two readings differed by 4 % at batch 1 and 6 % at 2: no decision. From batch 4 on *fixed* takes half of BF16's
-#   time, but trains 9 to 16 % fewer useful tokens a second. *compile* saves 23 to 30 %, *fp8-te* 11 to 19 %, *qlora* costs 11 to 18
-#   %. From batch 8 on that is one step of each.
+# - **Time:** On H200s BF16's two readings differed by 4 % at batch 1, 6 % at 2: no decision. From batch 4 on *fixed* takes half of
+#   BF16's time, but trains 9 to 16 % fewer useful tokens a second. *compile* saves 23 to 30 %, *fp8-te* 11 to 19 %, *qlora* costs
+#   11 to 18 %. From batch 8 on that is one step of each.
 # - **Memory:** QLoRA (8.1 GB) and *fp8-frozen* (10.4) save it; BF16 has 17.4. At batch 24 QLoRA has 20 % more, as in the article.
 # - **Crossing:** batch 11 by these lines, 13 by formula.
 #

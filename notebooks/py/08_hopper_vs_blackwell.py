@@ -304,7 +304,7 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** An operation takes this host 8 µs bare, 25 to 40 in modules with their backward pass. So measure $c$ for each
+# **Takeaway.** An operation takes our H200's host 8 µs bare, 25 to 40 in modules with their backward pass. So measure $c$ for each
 # program.
 
 # %% [markdown]
@@ -313,7 +313,7 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How well does the replay predict a step that was only traced?
 #
 # **Technique.** A trace tells which kernels a step launches, in which order, and where the host waits. The profiler slows the host,
-# but hardly the kernels. So each kernel's time comes from the trace.
+# but hardly a GPU's kernels. So each kernel's time comes from the trace.
 #
 # The host's time for a launch, $c$, comes from a *short* step, on so few tokens that the host decides: it is the $c$ with which the
 # replay of that step lasts as long as the step did.
@@ -452,9 +452,9 @@ lab.table(pd.DataFrame(rows))
 # %% [markdown]
 # An operation is taken to cost the host the same in a short step and a long one, so $c$ is scaled by operations per launch.
 #
-# The replay was off by at most 6 %, the larger of the two sums, without waits and order, by up to 21. The replay leaves out gaps
-# between kernels and treats all launches alike. It was short in five of six steps. Where the host decides, it is tested less: $c$
-# comes from such a step.
+# On our H200 the replay was off by at most 6 %, the larger of the two sums, without waits and order, by up to 21. The replay leaves
+# out gaps between kernels and treats all launches alike. It was short in five of six steps. Where the host decides, it is tested
+# less: $c$ comes from such a step.
 #
 # **Takeaway.** A trace and a short step predict a long one.
 
@@ -788,133 +788,95 @@ lab.table(pd.DataFrame(rows))
 #
 # **Question.** How long would the step take on other cards, with this host?
 #
-# **Technique.** Scale each kernel by what bounds it. Products and attention take the longer of their arithmetic and their memory
-# traffic, the *roofline*, at the step's mean FLOPs a byte. Thin products and all else scale with bandwidth.
+# **Technique.** Arithmetic scales with dense peak, memory traffic with bandwidth. Which of them bounds a kernel on another card
+# isn't known. So scale all kernels by peak, then all by bandwidth: two ends. Section 2's short form makes a step of each.
 
 
 # %%
-def times_as_fast(kind, there, here, flops_a_byte):
-    """How many times as fast such kernels are on the card `there` as on the card `here`."""
-    if kind == "copy":  # over a link, the same for all
-        return 1.0
-    if kind not in ("GEMM", "attention"):
-        return there.bandwidth / here.bandwidth
-    attainable = lambda card: min(card.dense["bf16"], flops_a_byte * card.bandwidth / 1e3)
-    return attainable(there) / attainable(here)  # TFLOP/s
+def ends(run, there, c_us=None):
+    """The two ends of a run's step on the card `there`, with the run's host or one of `c_us`:
+    (kernels' ms, the step's ms), the shorter first."""
+    card, n, w = spec_of(run.machine), run.metric("launches"), run.metric("waits")
+    c = (c_us or run.metric("host_us") or 0.0) / 1e3  # a graph has none
+    peak, width = there.dense["bf16"] / card.dense["bf16"], there.bandwidth / card.bandwidth
+    kernels = sorted(run.metric("kernels_ms") / by for by in (peak, width))
+    return [(K, short_form(K, n, c, w)) for K in kernels]
 
 
-rows = []
-for sheet in map(find_spec, CARDS):
-    row = {"card": sheet.name, "GB/s": sheet.bandwidth}
-    row |= {"dense BF16, TFLOP/s": sheet.dense["bf16"]}
-    if here and (step := studied.get("moe, loop")):
-        flops_a_byte = step.work.flops / step.work.bytes
-        for kind, what in {"GEMM": "products", "elementwise": "all else"}.items():
-            by = times_as_fast(kind, sheet, here, flops_a_byte)
-            assert np.isclose(by, step_model.scale(kind, sheet, here, "bf16", flops_a_byte))
-            row[f"{what}, times as fast as here"] = by
-    rows.append(row)
-lab.table(pd.DataFrame(rows))
+sheets = {name: find_spec(name) for name in CARDS}
+lines = ((name, sheet.bandwidth, sheet.dense["bf16"]) for name, sheet in sheets.items())
+lab.table(("card", "GB/s", "dense BF16, TFLOP/s"), *lines)
 
 # %%
 of = {"experiment": "steps", "texts": "long", "delay_us": False, "again": False}
-on_an_h100 = {}  # (step, scale): its newest record
-for run in records.reference_runs("08").select(**of, model=tuple(names)):
-    card = spec_of(run.machine)
-    if card and card.name == H100 and run.metric("kernels_ms"):
-        on_an_h100[name_of(run), run.scale] = run
-
-# %%
-empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3  # an empty kernel
-on_cards, of_cards = {}, {"experiment": "step on four cards"}
-scaled = ("dense", "moe, loop", "moe, grouped", "moe, captured")
-with lab.attempt("Steps on four cards", lambda: None):
-    if not (on_gpu and here):
-        raise Unavailable("kernels are scaled from a GPU with a data sheet. Our H200's are below")
-    for name in [name for name in scaled if name in studied]:
-        step, flops_a_byte = studied[name], studied[name].work.flops / studied[name].work.bytes
-        kept = ("flops_per_step", "launches", "waits", "host_us")
-        found = {one: n for one in kept if (n := step.run.metric(one)) is not None}
-        if (again := studied.get(f"{name}, again")) and again.run.metric("host_us"):
-            found["host_us_again"] = again.run.metric("host_us")
-        for card in CARDS:
-            program = step.program.on(find_spec(card), here, "bf16", flops_a_byte, empty_ms)
-            found[f"{card}: kernels, ms"] = program.kernel_ms
-            found[f"{card}: step, ms"] = step_model.replayed_ms(program, step.launch_ms)
-            if card == H100 and (run := on_an_h100.get((name, lab.scale))):
-                its_c = (run.metric("host_ms") or 0.0) / step.program.launches  # a graph has none
-                found[f"{card}: step beside its host, ms"] = step_model.replayed_ms(program, its_c)
-        run = Run("08", f"{name}: four cards", metrics=found, tags=of_cards | {"step": name})
-        on_cards[name] = lab.keep(run)
-
-# %%
-measured_here = {*on_cards}
-our_h200s = {name: run for name in scaled if (run := lab.reference(**of_cards, step=name))}
-on_cards = on_cards or our_h200s  # no table mixes two machines
+scales = on_gpu and here and "bf16" in here.dense
+mine = [step.run for step in studied.values() if step.run.has(**of)] if scales else []
+found = {name_of(run): run for run in mine or lab.references(**of)}  # no table mixes two machines
+drawn = ("dense", "moe, loop", "moe, grouped", "moe, captured")
+measured = {name: found[name] for name in drawn if name in found}
+on_card = {
+    name: {card: [ms for _, ms in ends(run, sheet)] for card, sheet in sheets.items()}
+    for name, run in measured.items()
+}
+for name in ("moe, grouped", "moe, captured"):
+    on_card.get(name, {}).pop(BLACKWELL, None)  # it has no kernel for grouped_mm
 
 
-def on_each(name, what):
-    """Milliseconds by card. The Blackwell card has no kernel for grouped_mm, and can't be told."""
-    ms = {card: on_cards[name].metric(f"{card}: {what}, ms") for card in CARDS}
-    return ms | ({BLACKWELL: None} if name in ("moe, grouped", "moe, captured") else {})
+def to(low, high):
+    return f"{low:,.0f} to {high:,.0f}" if round(low) < round(high) else f"{low:,.0f}"
 
 
 rows = [
-    {"predicted, ms": f"{name}: {what}"} | on_each(name, what)
-    for name in on_cards
-    for what in ("kernels", "step")
+    {"predicted, ms": name} | {card: to(*ms) for card, ms in steps.items()}
+    for name, steps in on_card.items()
 ]
 lab.table(pd.DataFrame(rows))
 
+# %% [markdown]
+# **A test.** We ran the same steps on an H100. Do its kernels lie between the ends? And its steps, with its own $c$?
+
 # %%
-bars = {
-    name: {card: np.nan if ms is None else ms for card, ms in on_each(name, "step").items()}
-    for name in on_cards
-}
+on_an_h100, rows = {}, []
+for run in records.reference_runs("08").select(**of, model=tuple(names)):
+    if (card := spec_of(run.machine)) and card.name == H100 and run.metric("kernels_ms"):
+        on_an_h100[name_of(run)] = run  # the newest stays
+for name, run in measured.items():
+    there = on_an_h100.get(name)
+    if there and there.scale == run.scale and spec_of(run.machine).name != H100:
+        its_us = there.metric("host_us")
+        kernels, steps = zip(*ends(run, sheets[H100], its_us), strict=True)
+        row = {"on an H100": name, "kernels, ms": to(*kernels)}
+        row |= {"measured": there.metric("kernels_ms"), "its c, µs": its_us}
+        row |= {"step, ms": to(*steps), "measured, ms": there.metric("step_ms")}
+        rows.append(row)
+lab.table(pd.DataFrame(rows))
+
+# %%
+uppers = {n: {card: max(on_card[n].get(card, [np.nan])) for card in CARDS} for n in on_card}
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
-plots.grouped(ax, bars, "ms a step of four long texts, predicted")
-tested = ("H100 SXM5", "H200 SXM")
-ticks = [name.replace(" Blackwell", "\nBlackwell") for name in CARDS]
-ticks = [t if name in tested else f"{t}\n(untested)" for t, name in zip(ticks, CARDS, strict=True)]
-ax.set_xticks(range(len(CARDS)), ticks)
-for drawn, name in zip(tuple(ax.containers), bars, strict=True):
-    if name in measured_here and here.name in CARDS:
-        at = drawn[list(CARDS).index(here.name)].get_center()[0]
-        label = "measured here" if name == "moe, loop" else ""
-        ax.plot(at, studied[name].run.metric("step_ms"), "o", mfc="white", mec="black", label=label)
+plots.grouped(ax, uppers, "ms a step of four long texts")
+known = {spec_of(run.machine).name: measured for run in measured.values()}
+known = {H100: on_an_h100} | known
+label = "measured, with its own host"
+for bars, name in zip(tuple(ax.containers), on_card, strict=True):
+    for bar, card in zip(bars, CARDS, strict=True):
+        at = bar.get_center()[0]
+        ax.vlines(at, *on_card[name].get(card, (np.nan, np.nan)), color="C1", linewidth=2)
+        run = known.get(card, {}).get(name)
+        if run and run.scale == measured[name].scale:
+            ax.plot(at, run.metric("step_ms"), "o", mfc="white", mec="black", label=label)
+            label = ""
+ax.set_xticks(range(len(CARDS)), [name.replace(" Blackwell", "\nBlackwell") for name in CARDS])
+ax.set_title("bars: all by bandwidth; lines: down to all by peak")
 ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# **A test.** We ran the same steps on an H100. How far off are the H200's kernels, unscaled and scaled, and the replay of the
-# scaled ones with the H100's $c$?
-
-# %%
-rows = []
-for (name, of_scale), run in on_an_h100.items():
-    known = on_cards.get(name)
-    own = known and spec_of(known.machine).name
-    if not known or known.scale != of_scale or own not in CARDS or own == H100:
-        continue
-    kernels, there = on_each(name, "kernels"), run.metric("kernels_ms")
-    if kernels[own] is None:
-        continue
-    row = {"on an H100": name, "kernels, ms": there}
-    row |= {"unscaled off by": off_by(kernels[own], there)}
-    row |= {"scaled off by": off_by(kernels[H100], there)}
-    row |= {"its host's c, µs": run.metric("host_us"), "step, ms": run.metric("step_ms")}
-    if with_its_host := on_each(name, "step beside its host")[H100]:
-        row["replay off by"] = off_by(with_its_host, run.metric("step_ms"))
-    rows.append(row)
-lab.table(pd.DataFrame(rows))
-
-# %% [markdown]
-# Scaling was no better than not scaling: 10 to 21 % too long, against 8 to 11 % too short. Here *unscaled* is by peak, as both
-# cards' is the same. So take peak and bandwidth as ends of a range.
+# The H100's kernels lie between the ends, and three of its steps. The loop's step is 9 % above them: its waits aren't evenly
+# spread, and the short form lacks that. RTX PRO and B200 are untested.
 #
-# Launches don't get faster with a card. Predicted from H100 to B200: the loop 1.1 times as fast, *dense*, by then launch-bound, 1.3
-# times, *grouped* 2.2 times. Against the measured H100 these are 1.2, 1.2 and 1.9. An RTX PRO has half of the H100's speed for
-# *dense*, 0.9 for the loop. Its `grouped_mm` is untested.
+# Launches don't get faster with a card. A B200 makes the loop no faster than an H100, *grouped* 1.7 to 2.4 times as fast. An RTX
+# PRO has half of the H100's speed for *dense*, 0.9 for the loop.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -982,8 +944,9 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 #
 # Section 4's longest steps, with this host:
 
+
 # %%
-def on_card(queue, c, there):
+def step_on(queue, c, there):
     """A step on another card, with c ms a launch: its ms if all kernels scale with bandwidth, if all
     do with dense peak, and with bandwidth and a host half as fast."""
     width, peak = there.bandwidth / here.bandwidth, there.dense["bf16"] / here.dense["bf16"]
@@ -1003,7 +966,7 @@ with lab.attempt("Your own step on four cards"):
         raise Unavailable("kernels are scaled from a GPU with a data sheet")
     heads = ("a step", "on", "ms by bandwidth", "by dense peak", "by bandwidth, host half as fast")
     pairs = product(queues_and_c.items(), my_cards)
-    lab.table(heads, *((name, card.name, *on_card(*its, card)) for (name, its), card in pairs))
+    lab.table(heads, *((name, card.name, *step_on(*its, card)) for (name, its), card in pairs))
 
 # %% [markdown]
 # The dense step takes a B200 40 to 42 ms. With a host half as fast it takes 79, an H200 80.
@@ -1167,20 +1130,36 @@ lab.verdict("A3.32b.qlora-batch")
 # **Question.** On gpt-oss-120b and long texts the article's RTX PRO makes 1.4 times as many examples an hour as its H100, or 1.3 by
 # its text. Can two clocks explain that?
 #
-# **Technique.** Enlarge section 8's steps: kernels with FLOPs, launches with layers and experts. We assume that the article
-# checkpoints, which adds half to both, loops over experts, doesn't pad, and that its hosts are alike.
+# **Technique.** Enlarge this lab's steps: launches grow with layers and experts, kernels with FLOPs. From card to card they are
+# scaled by kind (`step_model.scale`): products by the roofline, all else by bandwidth. We assume that the article checkpoints,
+# which adds half to both, loops over experts, doesn't pad, and that its hosts are alike.
 #
 # **Kernels first.** Lab 07 measured Qwen3-32B on an H200, which is a test:
 
 # %%
+empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3  # an empty kernel
 small_steps = {"dense": "dense", "moe": "moe, loop"}
-own_steps = all(
-    name in measured_here and on_cards[name].metric("host_us") for name in small_steps.values()
-)
-own_steps = own_steps and lab.scale != "tiny"
-basis = {
-    family: (on_cards if own_steps else our_h200s)[name] for family, name in small_steps.items()
-}
+on_cards, of_cards = {}, {"experiment": "step on four cards"}
+with lab.attempt("Steps on four cards", lambda: None):
+    if not (on_gpu and here):
+        raise Unavailable("kernels are scaled from a GPU with a data sheet. Our H200's are taken")
+    for family, name in small_steps.items():
+        step, flops_a_byte = studied[name], studied[name].work.flops / studied[name].work.bytes
+        kept = ("flops_per_step", "launches", "waits", "host_us")
+        metrics = {one: n for one in kept if (n := step.run.metric(one)) is not None}
+        if (again := studied.get(f"{name}, again")) and again.run.metric("host_us"):
+            metrics["host_us_again"] = again.run.metric("host_us")
+        for card, sheet in sheets.items():
+            program = step.program.on(sheet, here, "bf16", flops_a_byte, empty_ms)
+            metrics[f"{card}: kernels, ms"] = program.kernel_ms
+        run = Run("08", f"{name}: four cards", metrics=metrics, tags=of_cards | {"step": name})
+        on_cards[family] = lab.keep(run)
+
+# %%
+own_steps = lab.scale != "tiny" and len(on_cards) == 2
+own_steps = own_steps and all(run.metric("host_us") for run in on_cards.values())
+our_h200s = {family: lab.reference(**of_cards, step=name) for family, name in small_steps.items()}
+basis = on_cards if own_steps else our_h200s
 whose = "this host" if own_steps else "our H200's host"
 print(f"Computed from steps with {whose}.")
 
