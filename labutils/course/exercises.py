@@ -269,7 +269,7 @@ def _wrong(baseline: Callable, attempt: Callable, inputs: Inputs, tolerance: flo
     if result is None:
         return f"fill in {getattr(attempt, '__name__', 'the function')} first; it returns None."
     off = difference(baseline(*inputs(0)), result, tolerance)
-    return f"not yet. It has to give the same first, and {off}" if off else ""
+    return f"not yet: {off}" if off else ""
 
 
 def _timed(function: Callable, arguments: tuple) -> tuple[float, Any]:

@@ -20,11 +20,11 @@
 #
 # [Article A3](https://proc-cpuinfo.fixstars.com/2025/12/6000-max-q-llm-finetuning) trains two models on two cards. On the dense
 # Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000 Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the
-# workstation card wins on long texts, at a third of the price. The article blames the H100's *host*: this CPU hands out work too
+# workstation card wins on long texts, at a third of the price. The article blames the H100's *host*: its CPU hands out work too
 # slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. On H200s it was off by at most 13 %, a finer one, for real
-# models, by 20. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. For two real models a finer one was off by at most 20 % on
+# our H200s and H100s. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -104,7 +104,7 @@ if not on_gpu:
 # **Question.** For products in 16 bits the article prints 877.9 TFLOP/s for its Blackwell card and 1,978.9 for the H100. How
 # much of that can a training step use?
 #
-# **Your prediction:** what is the H100's dense BF16 peak?
+# **Your prediction:** how many of the H100's 1,978.9?
 
 # %%
 my_peak: float | None = None  # for example 1979
@@ -316,7 +316,8 @@ lab.table(pd.DataFrame(rows))
 # but hardly a GPU's kernels. So each kernel's time comes from the trace.
 #
 # The host's time for a launch, $c$, comes from a *short* step, on so few tokens that the host decides: it is the $c$ with which the
-# replay of that step lasts as long as the step did.
+# replay of that step lasts as long as the step did. An operation is taken to cost the host the same in a long step, so $c$ is
+# scaled by operations per launch.
 
 
 # %%
@@ -377,8 +378,8 @@ def launch_ms(queue, step_ms):
 
 # %% [markdown]
 # **Two models to try it on**: a dense one, and a *mixture of experts*. The latter sends each token to two of eight MLPs, its
-# experts, and computes one expert after the other. For each it asks the GPU which tokens are its, and waits. For a model of yours,
-# without compiled or Triton kernels, change `models`, `lengths`, `steps_of` and `training_step`.
+# experts, and computes one expert after the other. For each it waits for the GPU some seven times. For a model of yours, without
+# compiled or Triton kernels, change `models`, `lengths`, `steps_of` and `training_step`.
 
 # %%
 width, layers = {"tiny": (64, 2), "small": (1024, 4), "full": (2048, 8)}[lab.scale]
@@ -388,8 +389,8 @@ shape = {"hidden_size": width, "num_hidden_layers": layers, "vocab_size": 4096}
 shape |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": width // 16}
 mixture = {"num_local_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 models = {
-    "dense": lambda: Qwen3ForCausalLM(Qwen3Config(**shape, intermediate_size=3 * width)),
-    "moe": lambda: GptOssForCausalLM(GptOssConfig(**shape, intermediate_size=width, **mixture)),
+    "dense": partial(Qwen3ForCausalLM, Qwen3Config(**shape, intermediate_size=3 * width)),
+    "moe": partial(GptOssForCausalLM, GptOssConfig(**shape, intermediate_size=width, **mixture)),
 }
 
 
@@ -450,13 +451,11 @@ steps_by_length = step = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# An operation is taken to cost the host the same in a short step and a long one, so $c$ is scaled by operations per launch.
+# On our H200 the replay was off by at most 6 %, the larger of the two sums by up to 21. The replay leaves out gaps between kernels
+# and treats all launches alike. It was short in five of six steps. Where the host decides, it is tested less: $c$ comes from such a
+# step.
 #
-# On our H200 the replay was off by at most 6 %, the larger of the two sums, without waits and order, by up to 21. The replay leaves
-# out gaps between kernels and treats all launches alike. It was short in five of six steps. Where the host decides, it is tested
-# less: $c$ comes from such a step.
-#
-# **Takeaway.** A trace and a short step predict a long one.
+# **Takeaway.** A trace and a short step predict a step, and so the same step on another host or card.
 
 # %% [markdown]
 # ## 5 · Two real models
@@ -514,8 +513,8 @@ def study(family, way, delays_us=()):
 
 
 # %% [markdown]
-# **Measurement.** Steps of Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens are predicted; steps on four of 117, in
-# turns with them, give $c$. At learning rate 0 tokens keep their experts. Each is measured *again*, for the noise.
+# **Measurement.** LoRA steps of Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens are predicted; steps on four of
+# 117, in turns with them, give $c$. At learning rate 0 tokens keep their experts. Each is measured *again*, for the noise.
 
 # %%
 study("dense", "loop")
@@ -565,11 +564,10 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# *Dense*: both clocks are level here; a faster host would let the GPU decide. Launches take 390 ms, kernels 371. The replay makes
-# 430 of it; 419 and 425 were measured. Section 4's, without gaps and uneven launches, makes 400.
+# *Dense*: both clocks are level. Launches take 390 ms, kernels 371. The replay makes 430 of it; 419 and 425 were measured.
 #
-# *Loop*: the host decides. Launches take 1,259 ms, kernels 498. Waits add to that, unevenly: the replay makes 1,373 of it. 1,371
-# were measured, *again* 1,483: hosts drift, and +0 % is luck.
+# *Loop*: the host decides. Launches take 1,259 ms, 20 µs each, kernels 498: the GPU idles 64 %. Waits add to that, unevenly: the
+# replay makes 1,373 of it. 1,371 were measured, *again* 1,483: hosts drift, and +0 % is luck.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -680,9 +678,9 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* needs a seventh of the launches, each of 29 µs, not 20. They take 252 ms, kernels 441: the GPU decides. The step is 2.9
-# times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products (a side of 64 or less). Now both
-# clocks are level, and *captured* saves 9 %. *Compiled* takes 2.2 times the roofline's *floor*.
+# *Grouped* needs a seventh of the launches, the dearer ones: 29 µs each. They take 252 ms, kernels 441: the GPU decides. The step
+# is 2.9 times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products (a side of 64 or less).
+# Now both clocks are level, and *captured* saves 9 %. *Compiled* takes 2.2 times the roofline's *floor*.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -704,7 +702,7 @@ with lab.attempt("Host and GPU, from traces"):
 # White in the host's row is Python and PyTorch: it counts in $c$. *Dense*: most gaps are the profiler's. Without it the GPU idles
 # 12 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
-# **Takeaway.** First fewer launches: on our H200s 2.4 to 3.5 times as fast. Then the rest: here 3.4 times again.
+# **Takeaway.** First fewer launches: on our H200s 2.4 to 3.5 times as fast. Then shorter kernels: here 3.4 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -713,8 +711,7 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Technique.** Section 3's dispatch mode makes each operation begin later. The mode itself costs time: the *detour*.
 #
-# **Measurement.** *Grouped* takes the detour, then 30 and 90 µs an operation as well. Short steps, slowed alike, give $c$. A launch
-# has 0.7 operations here.
+# **Measurement.** *Grouped* takes the detour, then 30 and 90 µs an operation as well. Short steps, slowed alike, give $c$.
 
 
 # %%
@@ -763,9 +760,10 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 441 ms hide launches of 252. Beyond, launches decide. That is nearly a fit: $c$ comes from steps just as long.
+# Kernels of 441 ms hide launches of 252. Past 441, launches decide. That is nearly a fit: $c$ comes from short steps that take the
+# host as long.
 #
-# **How far can you trust the replay?** All earlier readings of it on our H200s and H100s:
+# **How far can you trust the replay?** All earlier readings of it:
 
 # %%
 rows, off = [], {}
@@ -788,12 +786,12 @@ lab.table(pd.DataFrame(rows))
 #
 # **Question.** How long would the step take on other cards, with this host?
 #
-# **Technique.** Arithmetic scales with dense peak, memory traffic with bandwidth. Which of them bounds a kernel on another card
-# isn't known. So scale all kernels by peak, then all by bandwidth: two ends. Section 2's short form makes a step of each.
+# **Technique.** Arithmetic scales with dense peak, memory traffic with bandwidth. Which bounds a kernel there isn't known: scale
+# all by peak, then all by bandwidth. Section 2's short form, here up to 7 % short, makes a step of each.
 
 
 # %%
-def ends(run, there, c_us=None):
+def two_ends(run, there, c_us=None):
     """The two ends of a run's step on the card `there`, with the run's host or one of `c_us`:
     (kernels' ms, the step's ms), the shorter first."""
     card, n, w = spec_of(run.machine), run.metric("launches"), run.metric("waits")
@@ -815,7 +813,7 @@ found = {name_of(run): run for run in mine or lab.references(**of)}  # no table 
 drawn = ("dense", "moe, loop", "moe, grouped", "moe, captured")
 measured = {name: found[name] for name in drawn if name in found}
 on_card = {
-    name: {card: [ms for _, ms in ends(run, sheet)] for card, sheet in sheets.items()}
+    name: {card: [ms for _, ms in two_ends(run, sheet)] for card, sheet in sheets.items()}
     for name, run in measured.items()
 }
 for name in ("moe, grouped", "moe, captured"):
@@ -844,7 +842,7 @@ for name, run in measured.items():
     there = on_an_h100.get(name)
     if there and there.scale == run.scale and spec_of(run.machine).name != H100:
         its_us = there.metric("host_us")
-        kernels, steps = zip(*ends(run, sheets[H100], its_us), strict=True)
+        kernels, steps = zip(*two_ends(run, sheets[H100], its_us), strict=True)
         row = {"on an H100": name, "kernels, ms": to(*kernels)}
         row |= {"measured": there.metric("kernels_ms"), "its c, µs": its_us}
         row |= {"step, ms": to(*steps), "measured, ms": there.metric("step_ms")}
@@ -872,11 +870,11 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The H100's kernels lie between the ends, and three of its steps. The loop's step is 9 % above them: its waits aren't evenly
-# spread, and the short form lacks that. RTX PRO and B200 are untested.
+# All lie between the ends but the loop's step, 9 % above them by uneven waits. That is an easy test, as the ends are 1.43 apart:
+# from its measured kernels *dense* is 12 % short. RTX PRO and B200 are untested.
 #
-# Launches don't get faster with a card. A B200 makes the loop no faster than an H100, *grouped* 1.7 to 2.4 times as fast. An RTX
-# PRO has half of the H100's speed for *dense*, 0.9 for the loop.
+# Launches don't get faster with a card. *Dense* takes 390 ms on H200 and B200 alike. From H100 to B200 the loop hardly gains,
+# *grouped* 1.7 to 2.4 times. An RTX PRO has half of the H100's speed for *dense*, in the article 0.4, and 0.9 to 1 for the loop.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -937,8 +935,8 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 # ## Before you buy a card
 # 1. Put your step into section 4.
 # 2. Remove launches while they take longer than kernels. Has the card a `grouped_mm` (section 6)?
-# 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and those whose range overlaps its, and time the
-#    step there.
+# 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and those whose range overlaps its. Time it
+#    there.
 # 4. Check that your batch fits: lab 09.
 # 5. While the host decides, buy a faster host or a cheaper card. Once kernels do, compare ms an example, times price.
 #
@@ -1119,8 +1117,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. At batch 32 gpt-oss takes 78 of an H100's 86 GB; the article ran 16
-# there.
+# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits if checkpointed. gpt-oss at batch 32 fits an H100, too:
+# 78 of 86 GB. The article ran 16 there.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1188,8 +1186,6 @@ for run in [run for run in large if run.metric("flops_per_step") and run.samples
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They come out 10 and 30 % too long.
-#
 # **Then launches.** Layers are alike: thin models of one and two layers tell how many operations any depth has.
 
 
@@ -1314,8 +1310,8 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** They may, if both hosts are alike, as equal short texts suggest. With the article's batches its ratio takes hosts of
-# 19 to 28 µs; its short texts say 23. With 32 texts on both none can. So it takes both: hosts like ours or slower, and half the
-# batch on the H100.
+# 19 to 28 µs; its short texts say 23. With 32 texts on both, the H100 wins with any host. So it takes both: hosts like ours or
+# slower, and half the batch on the H100.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
