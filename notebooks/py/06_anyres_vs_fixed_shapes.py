@@ -27,7 +27,7 @@
 # - count an image's tokens, and write a collator for a multimodal model;
 # - count recompilations, and write code that needs few;
 # - take a speed-up apart into its causes, and say what is left over;
-# - pack examples into rows, and compute a loss without its logits;
+# - pack examples into rows, and compute a loss in chunks;
 # - hold FP8 weights once, under LoRA;
 # - choose a method by its total time, for a card and a number of steps.
 #
@@ -244,9 +244,9 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # lab 05's layer, *fp8-frozen*, and *fixed* with FP8. A CPU compiles nothing, and has *eager-fixed* instead. All compute their
 # blocks again in the backward pass.
 #
-# **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA saves weights: 0.516 bytes
-# instead of 2 (lab 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to
-# block has four bytes instead of two.
+# **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes
+# each, not 2 (lab 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block
+# has four bytes instead of two.
 
 # %%
 WIDTH, LAYERS, KEYS, INNER, WORDS = 4096, 32, 1024, 14336, 32064  # Mistral 7B's
@@ -306,9 +306,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# - **Time:** On H200s BF16's two readings differed by 4 % at batch 1, 6 % at 2: no decision. From batch 4 on *fixed* takes half of
-#   BF16's time, but trains 9 to 16 % fewer useful tokens a second. *compile* saves 23 to 30 %, *fp8-te* 11 to 19 %, *qlora* costs
-#   11 to 18 %. From batch 8 on that is one step of each.
+# - **Time:** At batches 1 and 2 BF16 differs from itself by over 3 %, the course's limit: no verdict. From batch 4 on *fixed* takes
+#   44 to 48 % of BF16's time, but trains 9 to 16 % fewer useful tokens a second. *compile* saves 23 to 30 %, *fp8-te* 11 to 19 %,
+#   *qlora* costs 11 to 18 %. From batch 8 on that is one step of each.
 # - **Memory:** QLoRA (8.1 GB) and *fp8-frozen* (10.4) save it; BF16 has 17.4. At batch 24 QLoRA has 20 % more, as in the article.
 # - **Crossing:** batch 11 by these lines, 13 by formula.
 #
@@ -430,8 +430,8 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# The article's images all have the same number of tokens; only the answer's length varies. So AnyRes can't have made its
-# compiler start over. On varied images the published model still recompiled in step 6.
+# The article's images all have one number of tokens. So varying images caused none of their 11 recompilations; the answer's length
+# may have. Varied images add 8: the published model still recompiled in step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on, in six steps of varied
 # images.
@@ -499,12 +499,12 @@ def sums(found):
 lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="methods")))
 
 # %% [markdown]
-# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends
-# belong together, seven are left, else 1 to 13: for constant text lengths and everything else. Our rest is negative: there the
-# host probably sets the pace. Sums divide medians; verdicts take medians of ratios.
+# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
+# together, seven are left, else 1 to 13: for constant text lengths and everything else. Our rest is negative: there the host
+# probably sets the pace. Section 3's batches 4 to 24 leave about 4 points.
 #
-# In one more experiment images stay and shapes become constant. Rows are as long as they come (*blocks compiled*) or padded to
-# one length (*padded*). Compare milliseconds for 1,000 computed tokens.
+# Now images stay. Rows are as long as they come (*blocks compiled*) or padded to one length (*padded*). Unlike in section 3
+# activations stay and workers load data. Compare ms for 1,000 computed tokens.
 
 # %%
 uniform.release_weights()
@@ -521,9 +521,10 @@ lab.show(three, columns, **both)
 lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 18 % less a computed token on the H200. That is within the noise. So the part of constant shapes stays open.
+# Padded rows took 18 % less a computed token on the H200. That is within the noise, and rows half as long again spread fixed costs.
+# It stays open.
 #
-# The line would price other fixed sizes. On our H200 the dots lie on none: ignore its percentages.
+# A line would price other fixed sizes. Our H200's dots scatter too much: ignore its percentages.
 
 # %%
 run = shaped["no host waits" if tiny else "blocks compiled"]
@@ -575,7 +576,7 @@ course, _ = document_attention(None, q, k, v, None, 8**-0.5, boundaries=ends)
 torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
-# On a GPU nobody forms the mask. `torch.nn.attention.varlen.varlen_attn` takes the boundaries and skips what is masked.
+# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Positions start anew with each example.
 #
 # Second, never all logits at once: they are one number for each token and each of 32,064 words. Compute the loss in chunks, and
 # compute each chunk again in the backward pass.
@@ -634,12 +635,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The verdict is on *blocks compiled*. Packed, AnyRes probably computes 1,000 tokens about as fast as *fixed* (section 5): 63
-# against 65 ms. A packed step has four times as many tokens. It takes 59 GB, where *fixed* takes 26 and *blocks compiled* 27,
-# and its gradient is that of a larger batch. The table's ms are a median step's, its rates of all steps together.
+# The verdict sets *blocks compiled* against *padded*. Packed, AnyRes probably computes 1,000 tokens as fast as *fixed*: 63 against
+# 65 ms. A packed step has four times as many tokens. It takes 59 GB, where *fixed* takes 26 and *blocks compiled* 27, and its
+# gradient is that of a larger batch. Its ms are medians, its rates all steps', its ratios medians of rounds' ratios.
 #
-# **Takeaway.** On our H200 all rungs together probably gave about four times as many useful tokens a second. BF16 differed from
-# itself by −26 to +28 %: no rung is confirmed. Only FP8, 1.35 to 1.37x, lies beyond that, barely.
+# **Takeaway.** On our H200 all rungs together gave about four times as many useful tokens a second, far beyond BF16's noise, −26 to
+# +28 %. Of single rungs only FP8, 1.35 to 1.37x, lies beyond it, barely.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -671,7 +672,7 @@ def in_fp8():
 
 
 # %% [markdown]
-# The article gave up on the vision tower: FP8 takes rows in multiples of 8, and an image has 577.
+# The article gave up on the vision tower: FP8 takes rows in multiples of 8, and a tile has 577.
 
 # %%
 refusal = {"experiment": "fp8-te vision"}
@@ -815,8 +816,8 @@ steps = model = None
 # *fp8-frozen* holds one, and transposes a layer only while it is used. QLoRA needs less: section 3's model took 8.1 GB with it,
 # 10.4 with *fp8-frozen*. On a CPU *BF16* is float32, and FP8 is emulated.
 #
-# FP8 was probably slower here and in section 3, and faster in section 6, with packed rows and compiled blocks. Which of these
-# differences matters was not measured.
+# FP8 was probably slower here and at section 3's batch 1, faster there from batch 4 on, and in section 6 on packed rows. Tokens a
+# step probably matter.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -890,10 +891,10 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# With random weights the `small` model trains, 12 steps. BF16 ended at 5.95 to 6.01, *fixed* 0.6 to 4.1 % above. If so in the
-# article, ±2 % may be chance, +14 % hardly. All five methods differ from BF16 with one sign on three seeds. That is a hint: for
-# one method chance gives it in one case of four. Methods also start elsewhere, so compare *loss drops*. QLoRA's is larger than
-# BF16's, the others are smaller; *fp8-te-mixed* drops as far as *fp8-te*.
+# With random weights the `small` model trains, 12 steps. BF16 ended at 5.95 to 6.01, *fixed* 0.6 to 4.1 % above. In the article +14
+# % is hardly chance. All five methods differ from BF16 with one sign on three seeds. That is a hint: for one method chance gives it
+# in one case of four. Methods also start elsewhere, so compare *loss drops*; columns are medians. QLoRA's is larger than BF16's,
+# the others are smaller; *fp8-te-mixed* drops as far as *fp8-te*.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -989,16 +990,16 @@ if on_gpu and answers:
 lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. BF16's
-# first step of 2.7 s probably loads what all need: with the others' 0.6 s it would be 33. FP8 with fixed shapes is probably
-# slowest: 1,032 ms per step, the first 30.7 s.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. BF16's first
+# step of 2.7 s probably loads what all need: with the others' 0.6 s it would be 33. But *fixed* drops pixels: *compile* probably
+# trains 1.9 times its useful tokens a second.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. `lab.solution("06.1")` shows how.
+# The easiest first. `lab.solution("06.1")` shows how.
 
 # %%
 from labutils.course.exercises import check, faster_than, smaller_than

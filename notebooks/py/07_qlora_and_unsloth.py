@@ -18,9 +18,9 @@
 # %% [markdown]
 # # Lab 07 · QLoRA and unsloth
 #
-# Article A3 fine-tunes language models of 8 to 120 billion parameters: with LoRA, with QLoRA, which holds the frozen weights in
-# 4 bits, and with unsloth, a library that replaces much of the training code. In this lab you write the 4 bits by hand and
-# build QLoRA as its users do. Then you take it apart, and hold a recipe of your own against unsloth.
+# Article A3 fine-tunes language models of 8 to 120 billion parameters: with LoRA, with QLoRA, which holds the frozen weights in 4
+# bits, and with unsloth, a library that replaces much of the training code. In this lab you write the 4 bits by hand and build
+# QLoRA as its users do. Then you take it apart, and hold the course's recipe against unsloth.
 #
 # **After this lab you can**
 # - quantise weights to 8 and 4 bits, bit for bit as bitsandbytes does;
@@ -158,8 +158,8 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# The largest of a million such numbers is near 5 sigma anyway. The claim says that all other codes become 0, or nearly so. At
-# 100 sigma it is 31 %; all would take about 1,270. The verdict only asks for more than without an outlier.
+# The errors leave out the outlier's own row, 1,024 numbers. The claim says that all other codes become 0, or nearly so. At 100
+# sigma it is 31 %; all would take about 1,270. The verdict only asks for more than without an outlier.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -266,8 +266,8 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 # on average. So codes near zero are too frequent. The spikes in the picture are the blocks' largest weights, which are exactly
 # 1 or −1.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. Quantiles lower it by another seventh. Double quantisation gives most
-# of the constants' bits back. A weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, near half of it by a 16th level: INT4 has 15.
+# Doubly quantised, a weight takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -313,9 +313,8 @@ print("norms:", block.input_layernorm.weight.dtype, "adapters:", layer.lora_A.de
 print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
-# `prepare_model_for_kbit_training` does two things beside the 4 bits. It turns checkpointing on, and turns all other frozen
-# parameters into float32: embedding, norms, head. So "QLoRA against LoRA" compares three changes. The course's loop trains the
-# same layers:
+# The config asks for NF4, double quantisation and BF16 products. `prepare_model_for_kbit_training` turns checkpointing on, and
+# embedding, norms and head into float32. So "QLoRA against LoRA" compares three changes. The course's loop trains the same layers:
 
 
 # %%
@@ -381,7 +380,7 @@ with lab.attempt("SFTTrainer"):
     torch.testing.assert_close(torch.tensor(said), torch.tensor(losses), rtol=0.01, atol=0)
 
 # %% [markdown]
-# How much is trained, and what does it weigh? Shapes are enough for that, on the *meta* device.
+# How much is trained, and what share of the bytes? Shapes are enough for that, on the *meta* device.
 
 # %%
 qwen3_8b = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
@@ -496,14 +495,14 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 4 bits made the step 56 ms longer, 14 %; by the interval 25 to 70 ms. The kernels that restore weights take 17.
-# The formula says 16, with the rate that the same kernel reached on one large matrix. What takes the rest, 8 to 53 ms, is not
-# known. The host is a suspect. Lab 06's step was probably 315 ms longer: kernels make 27 of them, launches at most 118.
+# On the H200 4 bits made the step 56 ms longer, 14 %; by the interval 25 to 70 ms. The kernels that restore weights take 17. The
+# formula says 16. What takes the rest, 8 to 53 ms, is not known. The host is a suspect: 504 launches at 176 µs would be 89 ms. Lab
+# 06's step was probably 315 ms longer: kernels make 27 of them, launches perhaps 118, the rest is open.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
-# **Takeaway.** Bytes over the kernel's rate give the format's own cost: here 17 of 56 ms. Trace the rest.
+# **Takeaway.** Bytes over the kernel's rate give the cost of restoring: here 16 ms, of 56 in all.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -565,14 +564,14 @@ lab.show(by_texts["long"], columns, experiment="methods", texts="long", method=(
 lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 577 ms. Checkpoints made
-# 355 of them. Restoring weights three times makes 24, by section 4's formula. The other 198 are not taken apart. Float32 is a
-# suspect: after PEFT's preparation blocks hand on float32 numbers. The host is another. Against them works section 4's trap:
-# PEFT's 4-bit layer saves casts that LoRA's has.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 577 ms. Checkpoints made 355 of
+# them. Restoring weights three times makes 24, by section 4's formula. The other 198 are not taken apart. With checkpoints in both
+# it is 17 %. Suspects are the host, and float32, which PEFT's preparation makes blocks hand on. Against both works that PEFT's
+# 4-bit layer saves casts (section 4).
 #
-# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4 more. In section 4 the format alone saved
-# 10 GB, without PEFT's float32. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB. That is one
-# setting: here the *logits*, one number for each token and each of 152 thousand words, set the peak.
+# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10
+# GB. By count PEFT's float32 takes some 5 back: in embedding and head, and in checkpoints. Offloading took no more time than
+# checkpoints, and saved 2.3 of their 34.1 GB: here *logits*, 152 thousand for each token, set the peak.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -673,10 +672,10 @@ lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("q
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
-# **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA.
-# On short texts it is worth two in memory, and probably near three in time: QLoRA's own readings there were 981 and 838 ms. By
-# the medians it gains more on short texts, against the article. This lab doesn't measure which of its parts brings that.
-# unsloth ran in a process of its own, which hardly makes a factor of two.
+# **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA. On
+# short texts it is worth two in memory, and probably near three in time: QLoRA's readings were 981 and 838 ms. At batch 1 it took
+# 834: tokens hardly set that step, and launches are the suspect. By either reading unsloth gains more on short texts, against the
+# article. Which of its parts brings that is not measured.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -684,9 +683,9 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # **Question.** The same 4 bits restored to BF16, blocks checkpointed in both, the same rows: how near to unsloth does plain
 # PyTorch come?
 #
-# **Technique.** Rows packed from several texts, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are
-# new. bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise
-# 4 (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the
+# **Technique.** Packed rows, the loss by chunks and compiled blocks are from labs 04 and 06 (`lab07_qlora.COMPILED`). Two parts are
+# new. bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise 4
+# (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the
 # backward pass needs, and leaves out the rest.
 
 # %%
@@ -749,12 +748,12 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. On the H200 plain PyTorch probably took less time a token than unsloth: 7 %, between two
-# processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36
-# inputs, 1.2 GB. Products in FP8 stand apart, because they also round activations and gradients. Only points of one kind of
-# product are like for like.
+# Up and to the left is better. On the H200 plain PyTorch probably took less time a token than unsloth: 7 %, between two processes.
+# It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36 inputs, 1.2 GB.
+# FP8 stands apart: it also rounds activations and gradients. With 40 GB to spend, *blocks compiled* in 16 bits trains 37 % more
+# tokens.
 #
-# **Takeaway.** Compare a library with the same formats and rows, and say what it takes in memory.
+# **Takeaway.** With the same formats and rows the factor of two is gone. 1.5 GB of memory remain.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -779,12 +778,12 @@ columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per
 lab.show(larger, columns, experiment="qwen3-32b")
 
 # %% [markdown]
-# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both fit 96. The article doesn't say whether it
-# used them. By the sums above the weights shrank by 43 GB, and the peak by 36: float32 takes some of it back. QLoRA's step took
-# 19 % longer on the same texts, measured once. Section 4's formula gives restoring 107 of these 806 ms. On record its kernels
-# alone take 4,867 ms, longer than LoRA's whole step of 4,307. So here the host is no suspect. Float32 is one.
+# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums above gave 43 to 48 for
+# QLoRA. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 back. QLoRA's step took 19 % longer on the same
+# texts, measured once. Section 4's formula gives restoring 107 of these 806 ms. On record its kernels alone take 4,867 ms, longer
+# than LoRA's whole step of 4,307. So 560 or more of the 806 are the kernels', not the host's. Float32 is a suspect.
 #
-# **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch, and 4 bits don't touch those.
+# **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 
 # %% [markdown]
 # ## 9 · A bare title

@@ -19,7 +19,7 @@
 # # Lab 09 · Precision and memory
 #
 # Article A4 is a guide: enable this, use that. It has no measurement. Here each piece of its advice becomes a switch of a real
-# training loop. You write the switch, predict what it does, and flip it alone. Then you take the memory of a training step
+# training loop. You try the switch, predict what it does, and see it flipped alone. Then you take the memory of a training step
 # apart, and compute its peak without a card.
 #
 # **After this lab you can**
@@ -36,7 +36,7 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 80 GB | 4 minutes |
 #
-# A CPU computes in float32 here, so it has fewer switches. Our H200's are shown below its own.
+# A CPU computes in float32 here, so it has fewer switches. Our H200's rows follow its own.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -94,11 +94,11 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 
 # %% [markdown]
 # One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there and
-# back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the
-# table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable*
-# at most. The column *time* is the median of the rounds' ratios. So it can differ from the ratio of two medians in the column
-# *step*. Predictions are scored by *step*. In verdicts *ours* is an earlier run on an H200, *here* the run of this page. The
-# code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
+# back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the table
+# says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable* at most.
+# The column *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two medians
+# in the column *step*. Predictions are scored by *step*. In verdicts *ours* is an earlier run on an H200, *here* the run of this
+# page. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -175,8 +175,8 @@ my_error: float | None = None  # for example 1
 lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %% [markdown]
-# **Measurement.** One batch through the real UNet in each form, the same weights and noise. *Throughout* has no autocast:
-# norms, sums and adapters are in 16 bits, too.
+# **Measurement.** One batch through the real UNet in each form, the same weights and noise. *Throughout* has no autocast: norms,
+# sums and adapters have inputs and results in 16 bits, too.
 
 # %%
 numbers = lab.keep(numerical_effects(unet))
@@ -186,10 +186,12 @@ lab.show(numbers, columns, experiment="numbers")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 
 # %% [markdown]
-# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer
-# to float32's than *throughout*'s. That is one batch, and the loss factors differ: $2^{16}$ with autocast, $2^{10}$ without.
-# Don't rely on it for another model. The verdict's arrow goes from *scaled* to *not scaled*. Weights are random here: a
-# trained model's gradients have another size, and another share underflows.
+# BF16's error, 1.08 %, is 7.8 times FP16's: nearly $2^3$.
+#
+# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
+# float32's than *throughout*'s. That is one batch, and the loss factors differ: $2^{16}$ with autocast, $2^{10}$ without. Don't
+# rely on it for another model. The verdict's arrow goes from *scaled* to *not scaled*. Weights are random here: a trained model's
+# gradients have another size, and another share underflows.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
 # CPU it is scored against the H200.
@@ -426,14 +428,15 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# The printed line counts switches whose interval lies below 0 by more than the noise. It is no verdict: on an unsteady machine
-# the others are only *probable*, too.
+# The printed 7 are the switches whose interval doesn't lie below 0 by more than the noise. That is no verdict: on an unsteady
+# machine the other four are only *probable*.
 #
 # First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
 # changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or costs
-# can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no shorter
-# kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can gain little: they
-# update a thousandth of the weights. A table without *base again* would not show that its differences are noise.
+# can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no shorter kernel
+# shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can save few bytes here: they update a
+# thousandth of the weights. Of time, they could only save launches. A table without *base again* would not show that its
+# differences are noise.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
@@ -509,10 +512,10 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
-# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go.
-# Two things make activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel
-# keeps a number for each row. Both are counted. The last term is cuBLAS's workspaces, one for each of two threads. cuDNN's are
-# not predicted, section 2 says why. See `predicted` in `labutils/training/peak_memory.py`.
+# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two things make
+# activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel keeps a number for each
+# row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for each of two threads. cuDNN's are not predicted,
+# section 2 says why. See `predicted` in `labutils/training/peak_memory.py`.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -565,10 +568,9 @@ lab.verdict("A3.qlora.states-small")
 # is a block computed again, and the peak is one of them. A language model peaks at its *logits*: a number for each token and
 # each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
 #
-# On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the
-# picture come from its list of allocations, and lie up to 0.03 GB lower in the table. The counter covers workspaces, too. The
-# next cell predicts for a card that isn't here: Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above
-# has batch 4.
+# On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the picture
+# come from its list of allocations, and lie up to 0.03 GB lower in the table. The counter covers workspaces, too. The next cell
+# needs no card. It predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
@@ -578,7 +580,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second is 1 % less.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 

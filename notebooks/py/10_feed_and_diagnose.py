@@ -135,8 +135,8 @@ lab.predict("PNG against JPEG, one core", my_formats, "x")
 decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.items()])
 
 # %% [markdown]
-# A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for one file, NVIDIA's DALI for a whole pipeline. Neither
-# decodes PNG, the format of article A1's dataset, on the GPU. Where a library is installed, its cell runs.
+# A GPU decodes JPEG too, by the library nvJPEG. torchvision calls it for files, NVIDIA's DALI for a whole pipeline. Neither decodes
+# PNG, the format of article A1's dataset, on the GPU. Where a library is installed, its cell runs.
 
 # %%
 with lab.attempt("JPEG decoded by the GPU", experiment="decode", format="JPEG", on_gpu=True):
@@ -168,9 +168,9 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# On the recorded page *here* is one H100. The tables *The same on our H100* and the verdicts' column *ours* are others of that
-# kind. In this lab's text *the recorded H100* is the page's *here*. These pictures are drawn, and compress better than
-# photographs do. The verdict waits for section 3, which measures the machine's noise.
+# The text's numbers are those of the recorded page, one H100: *the recorded H100*. *Our H100* and *ours* are others. A PNG took 7.4
+# times as long as a JPEG. These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which
+# measures the machine's noise.
 #
 # **Takeaway.** Decoding probably costs far more than reading, and the format decides how much.
 
@@ -204,9 +204,9 @@ with lab.attempt("forgetting files"):
 # `from pathlib import Path` and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line
 # `files, side = …`, and run on from there.
 #
-# A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. Its pages are in the
-# page cache, so a dataset larger than memory works, too. Workers that are forked, as here, share one copy. A worker that is
-# *spawned* gets the dataset pickled, and pickling a map copies all its pixels. Open the file in the worker then.
+# A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. Its pages are in the page
+# cache, so a dataset larger than memory works, too. Forked workers, as here, share one copy. Others, as on macOS, Windows and by
+# default in Python 3.14, get the dataset pickled, with all its pixels. Open the map in the worker then.
 
 # %%
 shape = (len(files), side, side, 3)
@@ -235,7 +235,7 @@ took = median(ms(mapped.__getitem__, place) for place in range(8))
 print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
 # %% [markdown]
-# **Takeaway.** Where decoding sets the pace, decode once. A map costs 3 bytes of disk per pixel.
+# **Takeaway.** Where decoding sets the pace, decode once. A map takes 3 bytes a pixel, and its crop is fixed.
 
 # %% [markdown]
 # ## 3 · When the format matters
@@ -310,23 +310,24 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. A bar spans the 10th to
-# the 90th percentile. The line goes through *in memory*, from which $c$ was taken. The other three lie near it: their steps
-# less their waits are 145 to 166 ms, where $c$ is 162. That hardly tests the formula, since $r$ was measured in the same steps.
-# The points with workers do. Left of a line's bend the step takes $c$, and work on the data path gains nothing. Right of it the
-# step waits. The line of 4 workers bends at $r = 4c$, on the recorded H100 at 649 ms, outside the picture. Both its points lie
-# left of that, 9 and 11 ms above the line. The line runs through both bars, so that may be noise. The lines know your number of
-# cores: on two, workers and training compete.
+# Here $r$ is what the loop waits without workers, and $c$ the rest of the step that reads from memory. A bar spans the 10th to the
+# 90th percentile. The line without workers goes through *in memory*, and $r$ was measured in the same steps: its points hardly test
+# the formula. With workers a line is flat, at $c$, up to $r = wc$. There work on the data path gains nothing. Right of that the
+# step waits. The line of four workers bends at 649 ms, outside the picture. Both its points lie left of that, 9 and 11 ms above the
+# line, which runs through their bars. So only the flat part was tested. Section 5 tests $r / w$.
+#
+# **In your own loop** $r$ is the median time of `next(batches)` with `num_workers=0`. For $c$, time steps on one batch that stays
+# on the GPU, and synchronise before each look at the clock.
 #
 # - **Decoding:** a PNG takes 39.7 of the 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are probably
 #   resizing and conversion. The map saves these, too.
-# - **Noise:** PNG differs from itself by −4 to +22 %: an unsteady machine, so no time decides.
-# - **Map:** by the formula 58 % shorter, $1 - (162 + 6) / (162 + 238)$; by the two steps 55 %; round by round, the table's
-#   2.31x, 57 %. Probably faster.
+# - **Noise:** PNG differs from itself by −4 to +22 %. Above 3 % the course lets no time decide.
+# - **Map:** by the formula 58 % shorter, $1 - (162 + 6) / (162 + 238)$; by the two steps 55 %; by the rounds' median, the table's
+#   2.31x, 57 %, far beyond the noise.
 # - **GPU:** a JPEG in 0.7 ms, a core 5.4. Probably faster. The CPU's work, which is the claim, was not measured.
 #
-# A faster decoder gains nothing where workers already keep $r / w$ below $c$. On two other H100s $c$ was 130 and 131 ms, so
-# measure your own.
+# A faster decoder gains nothing where $r / w$ is below $c$. But other fixes lower $c$: below 238 / 4 = 60 ms, PNG with four workers
+# would wait again.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
 
@@ -335,8 +336,8 @@ with lab.attempt("the law's picture"):
 #
 # **Question.** The article sets `OMP_NUM_THREADS`, which "prevents oversubscription". What happens without it?
 #
-# **Technique.** PyTorch's operations on a CPU use as many threads as there are cores. Eight processes on 16 cores then start
-# 128 threads, which push each other off the cores. DataLoader gives its workers one thread each. Processes that you start
+# **Technique.** PyTorch's operations on a CPU use as many threads as there are cores. Eight processes on 16 cores then start 128
+# threads, which push each other off the cores. In its workers DataLoader sets PyTorch to one thread. Processes that you start
 # yourself keep all of theirs.
 
 # %%
@@ -380,9 +381,9 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# On our H100s' hosts eight processes resized 76 to 78 images a second with 16 threads each, and 562 and 646 with one each. They
-# were measured once per run, so the noise is that of section 3's base. It is above 3 %, and the verdict is *inconclusive*. An
-# effect of more than seven times is probably real.
+# On our H100s' hosts eight processes resized 76 to 78 images a second with 16 threads each, and 562 and 646 with one each. Each was
+# measured once: the brackets are ±3 %, not measured. Section 3's noise makes the verdict *inconclusive*. More than seven times is
+# far beyond that noise.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
@@ -418,8 +419,8 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 # %% [markdown]
 # Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646. That, too, is only probable.
 #
-# **Takeaway.** Where several processes share a machine, limit each one's threads. Unset `CUDA_LAUNCH_BLOCKING` before you
-# measure anything.
+# **Takeaway.** Where several processes share a machine, give each one thread: `OMP_NUM_THREADS=1`. Unset `CUDA_LAUNCH_BLOCKING`
+# before you measure anything.
 
 # %% [markdown]
 # ## 5 · Diagnose a script
@@ -499,14 +500,14 @@ lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
-# On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the
-# promised step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long: this prediction was wrong. The
-# shares, 94 and 89 %, hide that, so compare the step that remains. Part of the difference is the script's own: its clock stops
-# only after its workers have ended. How large that part is was not measured. The formula also assumes that 16 workers and the
-# training don't compete for 16 cores. Without workers the steps took 94 to 114 ms, so this machine was not steady.
+# On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the promised
+# step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long: more was promised than kept. The shares, 94 and
+# 89 %, hide that, so compare the step that remains. Part of the difference is the script's own: its clock stops only after its
+# workers have ended. How large that part is was not measured. The formula also assumes that 16 workers and the training don't
+# compete for 16 cores. More workers can't reach $c$. Section 2's map would lower $r$; it wasn't tried here.
 #
-# **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix alone,
-# by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
+# **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix with what
+# it needs, by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
 
 # %%
 fixes = ("workers", "batch size", "capture", "caching")
@@ -522,21 +523,21 @@ ours = reference_runs("10").select(experiment="diagnosis")
 lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": run for run in ours}))
 
 # %% [markdown]
-# *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
-# one. −20 % means that the predicted step is too short: in the first table capturing probably promised too much: 25 % left
-# against 31, and 0.25 / 0.31 − 1 = −20 %. Capturing and batch size probably saved most, as predicted. In the first table
-# workers saved 31 % and caching 27 %, where the prediction had caching first. Caching's rounds went from 24 to 45 %, so the
-# order of these two can't be said. For *padding* the unit is time per useful token, since the step itself changes size. A
-# negative gain is a loss. Gains don't add up: what one fix has saved, the next can't save again. Article A4 names other tools
-# for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and
-# not what a change would save.
+# *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured one.
+# −20 % means that the predicted step is too short. Capturing promised too much in all three runs of Stable Diffusion. By the
+# medians five of the six loops kept the predicted order. In the first table workers and caching changed places, within the spread
+# of caching's rounds. In all 18 rows the predicted step is off by −26 to +32 %. So take from a diagnosis the order in which to try,
+# and not the gain. One round with BF16 took 43 % longer; why is not known. For *padding* the unit is time per useful token, since
+# the step itself changes size. Gains don't add up: what one fix has saved, the next can't save again. Article A4 names other tools
+# for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and not
+# what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("10.1")` shows how the first can be solved.
+# The easiest first. Each cell checks itself. `lab.solution("10.1")` shows how the first is solved.
 
 # %%
 from labutils.course.exercises import check, faster_than

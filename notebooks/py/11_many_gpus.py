@@ -18,15 +18,15 @@
 # %% [markdown]
 # # Lab 11 · Many GPUs
 #
-# Article A4 gives distributed training a paragraph and no number: NCCL, a fast network, environment variables, a Docker
-# command, ZeRO or FSDP. Here you write one script for several processes. You work out the least that its step takes, and
-# measure what it really takes. A *rank* is one of the processes that train together, one a GPU.
+# Article A4 gives distributed training a paragraph and no number: NCCL, a fast network, environment variables, a Docker command,
+# ZeRO or FSDP. Here one script runs as several processes. You work out the least that its step takes, and measure what it really
+# takes. A *rank* is one of the processes that train together, one a GPU.
 #
 # **After this lab you can**
 # - write a DDP script, start it with `torchrun`, and prove that it computes what one process does;
 # - time an all-reduce, and say what a step of N GPUs takes at least;
 # - send gradients once a step, in buckets, and shard a model with `fully_shard`;
-# - say which network a training needs, and what NCCL's variables are for;
+# - say which network is too slow for a training, and what NCCL's variables are for;
 # - lose a rank, and go on with fewer.
 #
 # | scale | needs | time |
@@ -89,9 +89,9 @@ torchrun = partial(lab11_distributed.torchrun, Path(place.name), ranks=count, de
 #
 # **Question.** What makes a training loop one of N processes that compute the same as one?
 #
-# **Technique.** `torchrun` starts the script N times and tells each process its number. The ranks meet in a *process group*:
-# over NCCL between GPUs, over gloo between CPUs. A few *collectives* make up all that they do together. In an *all-reduce* each
-# rank brings a tensor, and each gets the sum. With N ranks each link carries $2(N-1)/N$ of the message. These bytes over the
+# **Technique.** `torchrun` starts the script N times and tells each process its number. The ranks meet in a *process group*: over
+# NCCL between GPUs, over gloo between CPUs. A few *collectives* make up all that they do together. In an *all-reduce* each rank
+# brings a tensor, and each gets the sum. In a ring of N ranks each link carries $2(N-1)/N$ of the message. These bytes over the
 # time are the *bus bandwidth*.
 
 
@@ -224,8 +224,8 @@ def exposed_ms(ready_ms, sizes, send_ms):
 
 
 # %% [markdown]
-# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. It is computed from
-# rates, so it can differ a little from the quotient of two medians. What is it for DDP and Stable Diffusion with LoRA?
+# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. Each rank keeps one
+# process's batch, 16 examples with LoRA and 8 with *full*: all weights. What is it for DDP and Stable Diffusion with LoRA?
 
 # %%
 my_efficiency: float | None = None  # for example 90
@@ -233,10 +233,10 @@ my_efficiency: float | None = None  # for example 90
 lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %% [markdown]
-# **Measurement.** The course's loop does it with Stable Diffusion and Qwen3. One launch measures all that this lab needs:
-# `labutils/training/launch_worker.py` is what each rank runs. Each round goes through all of a case's runs, every second round
-# backwards: one process alone while the others wait, every rank *for itself* at once with nothing between them, DDP, FSDP, and
-# one process again.
+# **Measurement.** The course's loop does it with Stable Diffusion and Qwen3, in one launch of `labutils/training/launch_worker.py`.
+# A hook on each weight notes when its gradient is ready: `lead_ms` before the last one. Each round goes through all of a case's
+# runs, every second round backwards: one process alone while the others wait, every rank *for itself* at once with nothing between
+# them, DDP, FSDP, and one process again.
 
 # %%
 runs: list[Run] = []
@@ -263,9 +263,10 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# The verdicts' numbers are examples a second. *Predicted* is a bound from below. *Each for itself* is the same step, on every
-# rank at once, with nothing sent. What it takes beyond *one process* is what sharing costs: ranks share the host, its memory
-# and its power. What DDP takes beyond *predicted from that* is communication, or waiting for the other rank.
+# The verdicts' numbers are examples a second. *Predicted* is a bound from below. Qwen3's differences of 7 and 5 ms have no noise
+# measured. *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes beyond *one process* is what
+# sharing costs: ranks share the host, its memory and its power. What DDP takes beyond *predicted from that* is communication, or
+# waiting for the other rank.
 #
 # On our H100s one process was measured twice. The interval of the two rates' ratio is −14 to +3 % for the whole UNet, and 0 to
 # +10 % for LoRA. So the verdicts are *inconclusive*, and these readings are only probable. Two differences lie inside that
@@ -275,10 +276,10 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # 297 GB/s. The bound says that the backward pass hides all but the last bucket. Two H200s of another host, the verdicts'
 # *ours*, reached 64 % with all weights, and 90 % with LoRA.
 #
-# Two causes are not in the bound. NCCL's kernels take a part of the GPU from computing. And a step lasts as long as its slower
-# rank. How much does the second cause take? The table has medians. The averages on record are 156 ms for steps by themselves
-# and 197 for DDP's: 41 more. Draw two of the steps by themselves: the longer one is 164 on average. So waiting for the slower
-# rank is probably some 8 of the 41 ms, if ranks vary independently. The other 33 ms are not explained here.
+# Causes outside the bound: NCCL's kernels take a part of the GPU from computing. DDP copies gradients into buckets and back. And a
+# step lasts as long as its slower rank. How much does that take? The table has medians; the averages on record are 156 ms for steps
+# by themselves and 197 for DDP's: 41 more. Draw two of the steps by themselves: the longer one is 164 on average. So waiting for
+# the slower rank is probably at most some 8 of the 41 ms, if ranks vary independently. Most of the rest is not explained here.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -317,8 +318,8 @@ def messages(device):
 
 
 # %% [markdown]
-# `fully_shard` cuts each weight among the ranks, with its gradient and its optimizer state. A layer gathers its weights shortly
-# before it computes, in both passes, and drops them afterwards. That is *FSDP*.
+# `fully_shard` cuts each weight among the ranks, with its gradient and its optimizer state. A layer, in real models a block,
+# gathers its weights before it computes, in both passes, then drops them. That is *FSDP*.
 
 
 # %%
@@ -387,12 +388,12 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# The picture is Stable Diffusion's. NCCL's kernels also run while they wait: a rank that is late shows as communication of the
-# others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of that time beside computation. 34 %
-# of the traced steps is communication or waiting that nothing hides. In *ddp, lora* it is 1 %. *ddp, full* communicates before
-# its first kernel, where this step has no gradient yet: that is a message of the step before, or a wait for the other rank. The
-# profiler makes steps longer, so 34 % holds for traced steps only. Without it DDP's step took 39 ms more than a rank by itself
-# (section 2), 21 % of 186: that is what the step itself loses.
+# Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait: a rank that
+# is late shows as communication of the others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of
+# that time beside computation. 34 % of all traced steps, of the drawn one less, is communication or waiting that nothing hides. In
+# *ddp, lora* it is 1 %. *ddp, full* communicates before its first kernel. That is probably the end of the step before: steps are
+# cut by the host's clock, and the GPU lags. The profiler makes steps longer, so 34 % holds for traced steps only. Without it DDP's
+# step took 39 ms more than a rank by itself (section 2), 21 % of 186: that is what the step itself loses.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -404,16 +405,16 @@ lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
 # *sync each* and *no_sync* steps have four micro-batches a rank. *sync each* was measured twice: 706 and 664 ms on our H100s.
-# That is an unsteady machine. *no_sync* took 578, so sending once probably saves 13 to 18 %.
+# *no_sync* took 578, so sending once probably saves 13 to 18 %.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained. Nor is it
 # explained that *sync each* takes 31.3 GB and *no_sync* 29.1.
 #
-# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and probably
-# cost time. ZeRO, of the DeepSpeed library, divides weights, gradients and optimizer state, too.
+# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took 16
+# % longer; with all weights 27 %. ZeRO, of the DeepSpeed library, goes by stages: optimizer state, then gradients, then weights.
 #
-# **Takeaway.** Communication costs what nothing hides: send less often, and begin early. FSDP saves memory, and probably costs
-# time: take it for a model that doesn't fit otherwise.
+# **Takeaway.** Hidden communication can cost, too: send once a step. FSDP saves memory, and probably costs time: take it for a
+# model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is fast enough?
@@ -445,10 +446,10 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is
-# *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and
-# so are the article's 25 and 40 GbE, which lie left of it. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this
-# holds for one micro-batch per step: with several, sent once, fewer networks are excluded.
+# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is *excluded*
+# if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so are the
+# article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this holds for two ranks,
+# float32 gradients and one micro-batch: BF16 or `no_sync` exclude fewer networks, more ranks more.
 #
 # What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. The same
 # goes for 400G InfiniBand with *full*, and for 1 GbE with LoRA of Stable Diffusion. Only a measurement tells.
@@ -500,16 +501,16 @@ lab.show(trials, columns, experiment="nccl")
 lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.topology")
 
 # %% [markdown]
-# The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o
-# addr` lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand, for a device that is found and doesn't
-# work. Between GPUs of one host neither changes the last column. `NCCL_ALGO` and `NCCL_PROTO` force one algorithm or protocol.
+# The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o addr`
+# lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand, for a device that is found and doesn't work. Between
+# GPUs of one host neither changes the last column.
 #
 # The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
 # NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep
 # recursion only. The article's command starts 4 processes on each of 2 hosts. They meet at port 29500 of a host called
 # `master`. The second host needs `--node_rank=1`. Both must reach that port, for example by `--network=host`.
 #
-# **Takeaway.** None of these made a message faster, and two made it 10 and 64 times slower. Set one only where a transport is
+# **Takeaway.** None of these made a message faster, and two made 64 MiB 10 and 64 times slower. Set one only where a transport is
 # broken.
 
 # %% [markdown]
@@ -577,17 +578,18 @@ for one, other in zip(network.parameters(), weights_of_rank_0, strict=True):
 print(f"One process went on from step {begun}, to the weights that nothing had happened to.")
 
 # %% [markdown]
-# −9 is the kill. The other rank waits for a sum that never comes: gloo's connection breaks, or `torchrun` ends the rank, with
-# −15. With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again at its
-# step. Not shown here: a checkpoint of a real training also holds the state of the random numbers and the place in the data,
-# and FSDP's holds each rank's shards. `labutils/training/checkpoint.py` writes the course's checkpoints.
+# −9 is the kill. The other rank waits for a sum that never comes: gloo's connection breaks, or `torchrun` ends the rank, with −15.
+# With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again at its step. To
+# go on with fewer, give a smaller `--nproc-per-node`. Not shown here: a checkpoint of a real training also holds the state of the
+# random numbers and the place in the data, and FSDP's holds each rank's shards. `labutils/training/checkpoint.py` writes the
+# course's checkpoints.
 #
 # **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on that divides the batch.
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("11.1")` shows how the first can be solved.
+# The easiest first. Each cell checks itself. `lab.solution("11.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check
