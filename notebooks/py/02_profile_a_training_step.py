@@ -18,14 +18,14 @@
 # %% [markdown]
 # # Lab 02 · Profile a training step
 #
-# Article A1 runs a public LoRA training script and finds the GPU busy for less than half of the time. It profiles the script
-# and names two bottlenecks, then removes them. Two small gaps remain, and the article names a cause for each. Here you repeat
-# the diagnosis and test them.
+# Article A1 runs a public LoRA training script and finds the GPU busy for less than half of the time. It profiles the script and
+# names two bottlenecks, then removes them. Two small gaps remain, and the article names a cause for each. Here you repeat the
+# diagnosis, and test each cause.
 #
 # **After this lab you can**
-# - write the script's training loop in 25 lines, and name the lines that make the host wait;
+# - read the script's training loop in 25 lines, and name the lines that make the host wait;
 # - record a profile of a few steps, and read it in a viewer and without one;
-# - predict a step's time from two constants of the machine;
+# - estimate a step's time from two measured constants;
 # - give each millisecond of a step to data, host, launches, copies, kernels or waits;
 # - test a published explanation instead of believing it.
 #
@@ -180,7 +180,7 @@ print(f"losses: {optimizer_step():.3f}, {optimizer_step():.3f}")
 # One line stands elsewhere in the script: it reads the loss for the progress bar after the optimizer. At `full` it reads PNG
 # files of 1080 × 1080, encodes with the real VAE and CLIP, and trains 0.8 M LoRA parameters beside 860 M frozen ones, in fp16.
 #
-# **Takeaway.** A step is more than forward, backward and optimizer, and four kinds of line in it wait for the GPU.
+# **Takeaway.** A step is more than forward, backward and optimizer, and four of its lines make the host wait.
 
 # %% [markdown]
 # ## 2 · Record it
@@ -220,9 +220,9 @@ assert same.steps == recorded == 3
 assert abs(same.host_breakdown()["forward"]["ms"] - phase_ms["forward"]) < 1e-3
 
 # %% [markdown]
-# `key_averages()` needs no file: it sums over all calls of a name. *Activity Buffer Request* is the profiler's own work.
-# `with_stack=True` records Python's functions as well. Then each module is an event of its own, and the article saw the
-# forward pass split into many small blocks. Stacks slow the host further.
+# `key_averages()` sums over all calls of a name. Compare its two totals: the host's and the GPU's. *Activity Buffer Request* is the
+# profiler's own work. `with_stack=True` records Python's functions as well. Then each module is an event of its own, and the
+# article saw the forward pass split into many small blocks.
 
 # %%
 inputs = (torch.randn(1, 4, 8, 8, device=device), 0, torch.randn(1, 77, 32, device=device))
@@ -326,10 +326,10 @@ lab.show([lab.keep(stock)], names | {"floor_ms": "floor, ms"}, experiment="stock
 lab.verdict("A1.stock.step-ms", "A1.profiler.five-steps")
 
 # %% [markdown]
-# Why not a bare launch? On our H200s' hosts one took 5 to 7 µs. The 24,000 launches of a step would then take 120 to 170 ms.
-# So the formula would say: data, and some 160 ms. On this page that is some 500 ms, less than half of the measured step. The
-# small loop's constant gives 5 % more than measured. On record it gave 5 and 16 % less in two other sessions, and this page's
-# eight steps took 1,075 to 1,464 ms. So the test is rough: it rules out the bare launch, no more.
+# On our H200s' hosts a bare launch took 5 to 7 µs. The 24,000 launches of a step would then take 120 to 170 ms. So the formula
+# would say: data, and some 160 ms. On this page that is some 530 ms, less than half of the measured step. The small loop's constant
+# gives 5 % more than measured. On record it gave 5 and 16 % less in two other sessions, and this page's eight steps took 1,075 to
+# 1,464 ms. So the test is rough: it rules out the bare launch, no more.
 #
 # The *floor* is the time that the step's arithmetic needs at the GPU's measured rate.
 #
@@ -374,9 +374,9 @@ lab.show([lab.keep(stock)], columns, experiment="stock")
 lab.verdict("A1.stock.utilization")
 
 # %% [markdown]
-# On the H200 the driver said 16 %, the trace 13 %, MFU 0.9 %. *GPU-busy* is the time of the trace's kernels over the step's
-# time by the clock. A trace alone says less: profiled steps are longer. *MFU*, model FLOPs utilisation, is the share of the
-# data sheet's arithmetic that the step used.
+# On the H200 the driver said 16 %, the trace 13 %, MFU 0.9 %. *GPU-busy* is the time of the trace's kernels over the step's time by
+# the clock. Why the driver says more isn't tested here. *MFU*, model FLOPs utilisation, is the share of the data sheet's arithmetic
+# that the step used.
 #
 # **Takeaway.** Utilisation says how often the GPU was not idle, not how well it was used. MFU compares with the matrix
 # units' peak. A step that memory limits has a low MFU even at its best; lab 00's roofline gives that limit.
@@ -449,8 +449,9 @@ plt.show()
 lab.verdict("A1.overheads.host", "A1.stock.data", "A1.stock.launches")
 
 # %% [markdown]
-# Profiling stretches the host's time between kernels. The second bar takes that out again: kernels as recorded, the wait for
-# data as timed, the rest in the recorded proportions. This assumes that profiling stretches launches and Python equally.
+# Profiling stretches the host's time between kernels. The second bar takes that out again: kernels as recorded, the wait for data
+# as timed, the rest in the recorded proportions. This assumes that profiling stretches launches and Python equally. The third bar
+# and *ours* are two other sessions, of 1,450 and 1,115 ms: 29 and 23 % data.
 #
 # **Takeaway.** A GPU idles in two ways. Four long gaps a step wait for images: lab 03. Thousands of tiny ones wait for the
 # next launch: lab 04.
@@ -473,9 +474,9 @@ lab.table(("kind", "kernels", "ms"), *((kind, row["count"], row["ms"]) for kind,
 print(f"{micro_step.path.stat().st_size / 1e6:.2f} MB: {micro_step.path}")
 
 # %% [markdown]
-# Open that file at [ui.perfetto.dev](https://ui.perfetto.dev), *Open trace file*. Nothing is uploaded. Where the course has
-# the H200's trace, it is that one, else your own machine's. In a trace without a GPU operators stand for kernels. Keys: `w`
-# and `s` zoom, `a` and `d` move, drag to select and count. Exercise 1 asks three questions about it.
+# Open that file at [ui.perfetto.dev](https://ui.perfetto.dev), *Open trace file*. Nothing is uploaded. It is the H200's where the
+# course has it; yours is in the results folder. In a trace without a GPU operators stand for kernels. Keys: `w` and `s` zoom, `a`
+# and `d` move, drag to select and count. Exercise 1 asks three questions about it.
 #
 # *Casts and layout* is what autocast costs, and changes between memory layouts. On the H200 it is the largest kind: some 30 %
 # of the kernels' time.
@@ -497,7 +498,7 @@ lab.predict("synchronisations in an optimizer step", my_syncs, "")
 
 
 # %% [markdown]
-# **Technique.** PyTorch warns of each on the very line. Below: the small loop, then the course's.
+# **Technique.** `torch.cuda.set_sync_debug_mode("warn")` names the very line. Below: the small loop, then the course's.
 
 
 # %%
@@ -534,8 +535,8 @@ lab.table(("phase", "waits a step", "ms, profiled"), *rows)
 # whether a gradient overflowed. Look at their time in the table: about 2 ms of a profiled step there. The host was not ahead of
 # the GPU, so waiting cost it next to nothing.
 #
-# **Takeaway.** A wait costs the lead that the host has over the GPU. In our H200's stock loop it has almost none. Section 8's
-# loop has a lead: its GPU is the limit.
+# **Takeaway.** A wait costs the lead that the host has over the GPU. In our H200's stock loop it has almost none. Section 8's loop
+# has some: its GPU is 90 % busy.
 
 # %% [markdown]
 # ## 8 · The two gaps that remain
@@ -543,7 +544,7 @@ lab.table(("phase", "waits a step", "ms, profiled"), *rows)
 # **Question.** In its tuned loop the article still sees the GPU idle in two places. It blames `clip_grad_norm_`, which is
 # said to wait for the norm, and TensorBoard's flush. Is it right?
 #
-# **Technique.** To wait for a number one has to read it. So run each suspect alone, and count the reads.
+# **Technique.** To wait for the norm, the host must read it. Run each suspect alone, and count the reads.
 
 # %%
 layer, x = nn.Linear(64, 64, device=device), torch.ones(8, 64, device=device)
@@ -568,8 +569,7 @@ for name, suspect in suspects.items():
 print({name: float(norm) for name, norm in norms.items() if "clip" in name})
 
 # %% [markdown]
-# `clip_grad_norm_` reads nothing. Its norm stays on the device, and so does the factor. `scaler.step`, right behind it,
-# does read.
+# By default `clip_grad_norm_` reads nothing: norm and factor stay on the device. `scaler.step`, right behind it, does read.
 #
 # The public script has a surprise besides. Its parameters are a `filter` object. The optimizer goes through it to the end, and
 # nothing is left for the clipping: its norm is 0, without a warning. If the article clips what the script clips, there was **no
@@ -621,10 +621,9 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # host was ahead. Then the GPU has work during the clipping, and runs out of it at the read. After the read it idles while the
 # host launches AdamW.
 #
-# On our H200 the host stood in the read for 25 ms. The GPU idled for 0.2 ms in the clipping, and for 8 ms behind the read. So
-# the gap is there, and clipping is not its cause. Probably two things are: the read empties the GPU's queue, and AdamW is
-# launched slowly. A flush took 0.08 ms, too little for a gap of milliseconds. The GPU idles for some 100 ms of the step, on
-# record most of it in forward and backward.
+# On our H200 the host stood in the read for 25 ms. The GPU idled for 0.2 ms in the clipping, and for 8 ms behind the read. So the
+# gap lies behind the read, and clipping is not its cause. Probably AdamW is launched slowly into an empty queue. A flush took 0.08
+# ms, too little for a gap of milliseconds. In the trace the GPU idles for 227 ms of a step, 175 of them in forward and backward.
 #
 # This pair doesn't isolate logging. The table leaves out `data_ms`: the ring buffer's loop waits 128 ms per step for data, the
 # synchronous one 20. So its waits probably moved to the batch's copies. Besides, the machine was unsteady. Whether less logging
@@ -636,7 +635,7 @@ lab.verdict("A1.left.clip-gap", "A1.left.clip-sync", "A1.left.log-less")
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("02.1")` shows how the first can be solved.
+# The easiest first. Each cell checks itself. `lab.solution("02.1")` shows how the first can be solved.
 
 # %%
 import math
@@ -646,9 +645,9 @@ from labutils.course.exercises import check, faster_than
 torch.set_num_threads(1)  # tensors this small gain nothing from more
 
 # %% [markdown]
-# **1. Three questions to a trace.** All are about the file of section 6. How many kernels are in it? What is the longest
-# time without a kernel or a copy? How many microseconds of `forward` are there to each launch that begins in it? If the
-# trace has no GPU in it, count operators instead.
+# **1. Three questions to a trace.** All are about the file of section 6. How many kernels are in it? What is the longest time
+# without a kernel or a copy? How long is `forward`, in µs, divided by the launches that begin in it? If the trace has no GPU in it,
+# count operators instead.
 
 # %% tags=["exercise"]
 my_kernels: float | None = None
@@ -726,7 +725,7 @@ print(faster_than(4, hurried_step, calm_step, hidden_states, times=3))
 #   Precision](https://docs.pytorch.org/docs/stable/amp.html)*.
 # - [Perfetto](https://perfetto.dev/docs/), the viewer.
 # - A. Chowdhery and others: *[PaLM](https://arxiv.org/abs/2204.02311)*, 2022, introduces MFU.
-# - The course's [glossary](../docs/glossary.md). `labutils diagnose` does what this lab did to any script of yours.
+# - The course's [glossary](../docs/glossary.md). For a script of yours: `labutils diagnose -- python train.py`.
 #
 # Next: lab 03 moves the image reading to other processes.
 

@@ -156,7 +156,7 @@ reading = lab.keep(Run("03", "reading", tags={"experiment": "reading"}, metrics=
 lab.show([reading], ("all_ms", "decode_ms", "resize_ms"), experiment="reading")
 
 # %% [markdown]
-# On our H200 the parts take 61 ms together, 13 % more than the whole read. This page doesn't explain it.
+# On our H200 the parts take 61 ms together, 13 % more than the whole read.
 #
 # **Takeaway.** Most of a read is inflating the PNG, work for one core. It comes before scaling, so it should not depend on
 # the training resolution; we measured one. A set stored at 512 × 512 has (512/1080)² = 0.22 of the pixels to inflate, and
@@ -194,9 +194,10 @@ def loop_ms(workers, compute_ms):
 # Workers are started by *fork* here: they are copies of this process, and know the class above. Where they start afresh
 # (`spawn`, on Windows and macOS), they must import the class from a file.
 #
-# Let $r$ be the time to read a batch, and $c$ the time to compute on it. Without workers the two add up. With $w$ workers they
-# overlap, and the slower one sets the pace: the computation, or the workers, who together finish a batch every $r/w$. The cores
-# limit all of it: on $k$ cores a batch takes at least $(r + c)/k$.
+# Let $r$ be the time to read a batch, and $c$ the time to compute on it. Without workers the two add up, if your loop, like the
+# stock one, waits for the GPU each time. With $w$ workers they overlap, and the slower one sets the pace: the computation, or the
+# workers, who together finish a batch every $r/w$. The cores limit all of it: if computing fills a core, too, a batch takes at
+# least $(r + c)/k$ on $k$ cores.
 
 
 # %%
@@ -213,9 +214,9 @@ for workers in (0, 1, 2):
 assert all(4 * batch_ms(w, 44, 97, 16) == Pipeline(44, 97, 16).step_ms(w) for w in range(13))
 
 # %% [markdown]
-# On our H200 the times are 9 to 18 % above the formula. Four things can cause that. Reading may be slower than when timed
-# alone. At two workers $r/w$ and $c$ are equal here, and a real queue of uneven batches then takes longer than either. Workers
-# may slow each other down. Taking a ready batch costs time, too.
+# On our H200 the times are 9 to 18 % above the formula. Four things can cause that, without workers only the first. Reading may be
+# slower than when timed alone. At two workers $r/w$ and $c$ are equal here, and a real queue of uneven batches then takes longer
+# than either. Workers may slow each other down. Taking a ready batch costs time, too.
 #
 # Now fit it to the article. Two of its numbers give both: $c$ is its best step, 141 ms. Without workers a step takes
 # $r + c = 290$ ms, so $r = 149$ ms.
@@ -253,20 +254,20 @@ my_speedup: float | None = None  # for example 1.5
 lab.predict("speed-up with three workers", my_speedup, "x")
 
 # %% [markdown]
-# **Takeaway.** $r/c$ workers, rounded up, are enough. The number grows as soon as the computation gets faster.
+# **Takeaway.** $r/c$ workers, rounded up, are enough, if there are cores. A faster computation can raise the number.
 
 # %% [markdown]
 # ## 3 · The sweep
 #
 # **Question.** Does the real loop follow the formula?
 #
-# **Measurement.** A step is now four micro-batches. The course's loop (`labutils/training/step.py`) takes each number of
-# workers in turn, in every round. A round gives one ratio, and the speed-up is the median of these ratios. So it can differ
-# from the quotient of two times in the table. The workers that wait their turn fill their queues. Those batches are taken
-# before the clock starts. The verdict says which ratio it asks for. Zero workers come twice in a round: the difference
-# between the two is noise. Where the interval of that noise reaches beyond ±3 %, the table says *unsteady machine*. Then no
-# verdict is drawn from a time, however clear a speed-up looks. Sections 4 and 6 time other loops by hand. Their verdicts
-# borrow this loop's noise, as a stand-in.
+# **Measurement.** A step is now four micro-batches; the article's 290 ms are one. The course's loop (`labutils/training/step.py`)
+# takes one step with each number of workers in each round. A round gives one ratio, and the speed-up is the median of these ratios.
+# So it can differ from the quotient of two times in the table. The workers that wait their turn fill their queues. Those batches
+# are taken before the clock starts. The verdict asks for 0.56: three quarters of the article's gain. Zero workers come twice in a
+# round: the difference between the two is noise. Where the interval of that noise reaches beyond ±3 %, the table says *unsteady
+# machine*. Then no verdict is drawn from a time, however clear a speed-up looks. Sections 4 and 6 time other loops by hand. Their
+# verdicts borrow this loop's noise, as a stand-in.
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
@@ -306,25 +307,23 @@ lab.verdict("A1.workers.three", "A1.workers.data-time", "A1.workers.more-is-wors
 # How to read this:
 #
 # - **At no workers:** the formula passes through the point, because $r$ and $c$ come from it.
-# - **Above the line:** processes compete for memory bandwidth and cores, and taking a batch from a worker is not free.
+# - **Above the line:** processes may compete for memory bandwidth and cores, and taking a batch from a worker is not free.
 # - **Below the line:** the line stands on one noisy median, the one without workers. On our H200 it ends at 602 ms. Drawn from
-#   *workers 0, again*, it would end at 549. Besides, $c$ can contain what reading disturbed, such as the host's caches.
+#   *workers 0, again*, it would end at about 548.
 # - **The best number:** compare two of them by the ratios within rounds, as `time_effect(runs["workers=1"], runs["workers=8"])`
-#   does. The table's speed-ups share their base: whether their intervals overlap is no test. That call gave for our H200: two
-#   workers took 10 % less time than one (3 to 13 %), and eight 7 % less (0 to 21 %). The noise is −9 to +8 %. Both intervals
-#   reach into it, so neither difference is established. Then choose the smallest number: one. One probably beats none: the wait
-#   for data fell from 268 to 17 ms.
+#   does. That call gave for our H200: two workers took 10 % less time than one (3 to 13 %), and eight 7 % less (0 to 21 %). The
+#   noise is −9 to +8 %. Both intervals reach into it, so neither difference is established. One is enough by the formula. Keep a
+#   second if it gains in your rounds, too: it costs 6 MiB (section 5). One probably beats none: the wait for data fell from 268 to
+#   17 ms.
 #
-# On our H200 the formula says 602 ms from one worker on. Measured were 634 to 566, from 5 % more to 6 % less. That is within
-# the noise, which is so large that the formula could hardly have failed: this test is weak. By the formula one worker takes the
-# wait for data to 0. It fell from 268 to 17 ms, and stayed there with more workers: probably what taking a ready batch costs.
-# The rest of the step should stay the same. It was 602 ms without workers and 561 with three. But without workers, *again*, it
-# was 549, so noise alone can explain the difference. In the loop a read took 61 to 67 ms, alone 54. Lab 02 measured 91 alone:
-# hosts and minutes differ.
+# On our H200 the formula says 602 ms from one worker on. Measured were 634 to 566, from 5 % more to 6 % less. That is within the
+# noise, which is so large that the formula could hardly have failed: this test is weak. By the formula no number of workers takes
+# the step below $c/(r+c)$, here 0.69. The article's is 0.49, as its $r$ is as large as its $c$. The wait fell from 268 to 17 ms,
+# and stayed there. The rest of the step should stay the same. It was 602 ms without workers and 561 with three. But without
+# workers, *again*, it was about 548, so noise alone can explain the difference. In the loop a read took 61 to 67 ms, alone 54.
 #
 # Workers shorten the wait, not the computation. Where $r$ is less than $c$, as beside our H200, one worker is enough by the
-# formula. What remains is $c$. Lab 04 looks at what it consists of. Hosts differ: the stock step took 777 to 1,450 ms on the
-# same kind of GPU. $r$ and $c$ both belong to the host: measure both on yours.
+# formula. What remains is $c$. Lab 04 looks at what it consists of. $r$ and $c$ both belong to the host: measure both on yours.
 #
 # **Takeaway.** Take the fewest workers with $r/w \le c$. On our H200 one probably removes nearly all of the wait. What is left
 # to gain lies in $c$.
@@ -395,8 +394,8 @@ for prefetch in (1, 2, 8):
     print(f"prefetch_factor={prefetch}: {epoch_s(prefetch):.2f} s; computing alone 0.48 s")
 
 # %% [markdown]
-# Eight batches bridge one slow read of 80 ms, two don't. What is left beyond the computing is probably the worker's start and
-# end. The files of this lab are alike, so a deeper queue has little to even out.
+# Eight batches bridge one slow read of 80 ms, two don't. What is left beyond the computing is probably the worker's start, some 70
+# ms above, and its end. The files of this lab are alike, so a deeper queue has little to even out.
 #
 # **Takeaway.** Persistent workers are for short epochs, a deep queue for uneven reads. Each batch of depth takes shared memory.
 
@@ -442,11 +441,11 @@ lab.show(trials, ("outcome", "batches", "wanted", "message"), experiment="shm")
 lab.verdict("A1.workers.shm", "A1.workers.shm-cure")
 
 # %% [markdown]
-# Eight workers take 51 MiB, ten take 63, twelve would take 75. So ten fit. The cell shows that the failure raises no error in
-# the training loop. A background thread of the worker finds no memory, prints its `RuntimeError`, and drops the batch. The
-# loop waits for it forever: **it hangs**. Our trial ends because it has a `timeout`. Two other endings are not shown here.
-# Older versions of PyTorch died with *Bus error*. With PyTorch's default `collate_fn` the batch is made in shared memory at
-# once, and the error is raised in the loop. The script brings its own, with `torch.stack`.
+# Ten workers take 63 MiB and fit. Twelve took 75 of 1,024, as the formula says. The cell shows that the failure raises no error in
+# the training loop. A background thread of the worker finds no memory, prints its `RuntimeError`, and drops the batch. The loop
+# waits for it forever: **it hangs**. Our trial ends because it has a `timeout`. Two other endings are not shown here. Older
+# versions of PyTorch died with *Bus error*. With PyTorch's default `collate_fn` the batch is made in shared memory at once, and the
+# error is raised in the loop. The script brings its own, with `torch.stack`.
 #
 # | what you can do | where |
 # |---|---|
@@ -479,8 +478,7 @@ print("The article's line copied something:", ids is not batch["input_ids"])
 # %% [markdown]
 # **The article's `non_blocking` edit does nothing.** accelerate's loader has moved the batch before the loop sees it, and `.to`
 # returns the very same tensor. The switch that works is accelerate's own:
-# `Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))`. The course's `non_blocking` sets that one. On a
-# CPU the batch is where it must be anyway; on a GPU the first line says `cuda:0`.
+# `Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))`. The course's `non_blocking` sets that one.
 #
 # **Technique, second half: for how long does a copy hold the host?** A GPU can fetch by itself only from *pinned* memory, whose
 # pages stay where they are. From ordinary, *pageable* memory the driver copies into a pinned buffer first, and the host waits.
@@ -528,9 +526,10 @@ with lab.attempt("Copies from pageable and pinned memory"):
 lab.verdict("A1.pin.needs-both")
 
 # %% [markdown]
-# Only the pinned, non-blocking copy let the host go on, after 13 µs on our H200. Behind queued work the other three held it
-# until that work was done, nearly 7 ms. In the verdict, *this* is what non-blocking changes from pageable memory, *against*
-# what it changes from pinned memory. It borrows the sweep's noise, and that machine was unsteady.
+# Only the pinned, non-blocking copy let the host go on: on our H200 after 7 µs, 13 behind queued work. The other three held it
+# until that work was done, nearly 7 ms. Non-blocking took 25 µs off the pageable copy; the host still waited. In the verdict,
+# *this* is what non-blocking changes from pageable memory, *against* what it changes from pinned memory. Its *inconclusive* comes
+# from the sweep's noise, not from these copies.
 #
 # **Measurement.** And the step? Three workers, with and without both, in the rounds of section 3:
 
@@ -542,14 +541,13 @@ with lab.attempt("Pinned memory in the loop"):
 lab.verdict("A4.pytorch.pinned")
 
 # %% [markdown]
-# Two things probably change. The copies hold the host for less time. The wait for data falls, since a thread of the training
-# process takes batches from the workers and pins them: from 18 to 1 ms a step on our H200. That is some 3 % of the step. The
-# medians are 579 and 581 ms. Round by round the pinned loop took 7 % longer (2 to 10 %), the table's 0.94x. The base of that
-# row was not measured twice, so the row has no mark. The sweep's noise, −9 to +8 %, is larger: whether the step got shorter
-# can't be said.
+# Four copies held the host for some 0.9 ms, 0.2 % of the step: little to gain. The wait for data, which contains them, fell from 18
+# to 1 ms on our H200, some 3 % of the step. Probably that is so since a thread of the training process takes batches from the
+# workers and pins them. The medians are 579 and 581 ms. Round by round the pinned loop took 7 % longer (2 to 10 %), the table's
+# 0.94x. The sweep's noise, −9 to +8 %, is larger: whether the step got shorter or longer can't be said.
 #
-# **Takeaway.** Pinned *and* non-blocking probably frees the host from the copy. Find out first who copies, how large the copy's
-# share of your step is, and how long the loop waits to take a batch.
+# **Takeaway.** Only pinned *and* non-blocking freed the host here. Find out first who copies, how large the copy's share of your
+# step is, and how long the loop waits to take a batch.
 
 # %% [markdown]
 # ## Exercises

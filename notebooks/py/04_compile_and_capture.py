@@ -18,10 +18,10 @@
 # %% [markdown]
 # # Lab 04 · Compile and capture
 #
-# Article A1 adds workers (lab 03), compiles the UNet, pins memory, and ends 2.96 times as fast as it began. You climb its
-# rungs, and go on: first the same work with less of the host, then less work for the same gradients. Each technique but one
-# stands in a cell of its own, small enough to paste into a script of yours. Of the captured step a cell shows one micro-step.
-# Then the course's loop does the same to Stable Diffusion.
+# Article A1 adds workers (lab 03), compiles the UNet, pins memory, and ends 2.96 times as fast as it began. You climb its rungs,
+# and go on: first the same work with less of the host, then less work for the same gradients. Most techniques stand in a cell of
+# their own, small enough to paste into a script of yours. Of the captured step a cell shows one micro-step. Then the course's loop
+# does the same to Stable Diffusion.
 #
 # **After this lab you can**
 # - compile a block, and say after how many steps that has paid;
@@ -37,7 +37,7 @@
 # | `small` | a GPU of 8 GB | 5 minutes |
 # | `full` | a GPU of 40 GB | 10 minutes, five of them compiling |
 #
-# A CPU has no launches to save. It climbs fewer rungs, and shows our GPU's beside its own.
+# A CPU has no launches to save. It climbs fewer rungs, and shows our record, an H200's.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -82,11 +82,11 @@ compile_from_nothing()  # so that a first step compiles all that it uses
 #
 # **Question.** How far is it from the script as downloaded to what the hardware allows?
 #
-# Each rung adds its changes to the rung above. Where it changes several settings, its factor belongs to all of them together.
-# There are three lanes. *Article*: the article's own changes. *Same work*: the same computation with less overhead. *Same
-# mathematics*: gradients of the same distribution from less computation. Beside each time stands its floor: the FLOPs at the
-# measured rate, or the bytes at the measured bandwidth, whichever takes longer (lab 00). LoRA's products are always counted
-# as the plain adapter computes them.
+# Each rung adds its changes to the rung above. Where it changes several settings, its factor belongs to all of them together. There
+# are three lanes. *Article*: the article's own changes. *Same work*: the same computation with less overhead. *Same mathematics*:
+# gradients of the same distribution, computed otherwise. Beside each time stands its floor: the FLOPs at the measured rate, or the
+# bytes at the measured bandwidth, whichever takes longer (lab 00). LoRA's products are always counted as the plain adapter computes
+# them.
 
 # %%
 recipes = lab04_climb.rungs_on(lab.device)
@@ -95,8 +95,8 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # %% [markdown]
 # One comparison measures every rung, and all sections take their numbers from it. Each round goes through the whole ladder, every
 # second round backwards, and measures the stock loop at both ends: what the two differ by is noise. Where that can be more than 3
-# %, the verdict on a time is *inconclusive: unsteady machine*. While *compile* takes its first step, nothing else compiles.
-# `labutils/training/benchmark.py` is the code.
+# %, the verdict on a time is *inconclusive: unsteady machine*. Tables compare with their first row, the picture with the rung
+# above. A speed-up is the median of ratios, round by round.
 #
 # Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. On a CPU the UNet is
 # not compiled.
@@ -180,11 +180,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# Kernel time is the GPU's: 164 ms per step on the H100 and 137 compiled, 156 and 131 on the H200's record. The step itself is
-# the host's: the stock loop has taken from 777 to 1,450 ms on the same kind of GPU. The ratio was 1.5 on the H100 and 1.6 on
-# the H200's record. Both machines were unsteady, so these two ratios decide nothing. The compiled kernels take 137 of 398 ms
-# on the H100, so the GPU waits most of the time. For the UNet, $n = (119 - 0.7) / (0.586 - 0.398)$, some 630 steps. Take it for
-# an order of magnitude.
+# Kernel time is the GPU's: 164 ms per step on the H100 and 137 compiled, 156 and 131 on the H200's record. The step itself is the
+# host's: the stock loop took 896 ms on the H100, 777 on the H200's record. The ratio was 1.5 on the H100 and 1.6 on the H200's
+# record. Both machines were unsteady, so these two ratios decide nothing. The compiled kernels take 137 of 398 ms on the H100, so
+# the GPU waits most of the time. For the UNet, $n = (119 - 0.7) / (0.586 - 0.398)$, some 630 steps.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -236,10 +235,11 @@ with lab.attempt("reduce-overhead, provoked and cured"):
 # It fails without a branch. A graph's results live in the graph's own memory, which its next run uses again. The first
 # `backward()` of a step leaves its gradients there, as `.grad`. The next micro-step overwrites them, and PyTorch notices.
 #
-# There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: tell PyTorch where an
-# optimizer step begins, so that its four micro-steps share no memory.
+# There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: tell PyTorch where an optimizer
+# step begins, so that its four micro-steps share no memory, and need more.
 #
-# The course's loop tried two modes with accelerate's branch, each in a process of its own, on a small model.
+# The course's loop tried two modes with accelerate's branch, each in a process of its own, on a small model. The third row is the
+# loop above.
 
 # %%
 tried = [run for run in runs.values() if run.tags["experiment"] == "compile mode"]
@@ -259,7 +259,8 @@ lab.verdict("A1.compile.reduce-overhead", "A1.compile.cause")
 # **Question.** Section 4 will capture the step, and a capture can't contain a line that waits for a number from the GPU.
 # Which lines do, and how do you keep your log and your optimizer without them?
 #
-# `loss.item()` does. A ring buffer takes each loss instead, and one copy in many steps takes the ring to the host.
+# `loss.item()`, `.cpu()` and `if tensor:` do; `torch.cuda.set_sync_debug_mode("warn")` finds more. A ring buffer takes each loss,
+# and one copy in many steps takes the ring to the host.
 
 
 # %%
@@ -306,10 +307,10 @@ ring.send()
 assert ring.read() == losses.tolist()
 
 # %% [markdown]
-# On a GPU the ring leaves the host free at once, to hand over more. A CPU does all the work itself: both take as long.
+# On a GPU the ring leaves the host free at once.
 #
-# A GradScaler asks, too: did a gradient overflow? The fused AdamW gets the answer as a tensor. It updates all parameters in a
-# few kernels, and `capturable=True` keeps its count of steps on the GPU.
+# A GradScaler asks, too: did a gradient overflow? The fused AdamW gets the answer as a tensor. It updates all parameters in a few
+# kernels, and `capturable=True` lets a graph capture it.
 
 
 # %%
@@ -335,9 +336,8 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* has both. The table compares it with *pinned*. Against the plain loop it is 0.89 on the H100, and 1.08 on the
-# H200's record. Noise is as large, so neither number decides. A speed-up is the median of ratios round by round, so it can
-# differ from the quotient of two times.
+# *No host waits* has ring and fused AdamW. Against the plain loop it is 0.89 on the H100, and 1.08 on the H200's record: within
+# noise. Little was to be gained, for here the GPU waits for the host.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
@@ -427,10 +427,10 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # *adds*. A graph that was captured without gradients repeats the storing, and each replay overwrites the one before. So
 # allocate gradients first, and zero them in place.
 #
-# No cell holds the ladder's captured step; `GraphStep` in `labutils/training/step.py` does. To write it, allocate tensors for
-# all four micro-batches and a zero `.grad` for each parameter. Keep copies of parameters, moments, loss scale, log and random
-# state, run the whole step a few times to warm up, and put these back. Then capture one function: zero the gradients in place,
-# four forward and backward passes, unscale, clip, AdamW, `ring.put`. In each step copy the batches in and replay.
+# No cell holds the ladder's captured step; `GraphStep` in `labutils/training/step.py` does. To write it, allocate tensors for all
+# four micro-batches and a zero `.grad` for each parameter. Warm up with a few whole steps, then put back parameters, moments, loss
+# scale, log and random state. A learning rate that changes must be a tensor. Then capture one function: zero the gradients in
+# place, four forward and backward passes, unscale, clip, AdamW, `ring.put`. In each step copy the batches in and replay.
 #
 # **Your prediction:** the compiled step's kernels take 137 ms on the H100; the table of section 1 has yours. How many
 # milliseconds does the captured step take?
@@ -446,11 +446,11 @@ columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "kernels_per_step", 
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The captured step takes little more than its kernels, beside both our hosts: launched steps jitter with the CPU, replayed
-# steps don't. It has about as many kernels as before, and the GPU hardly waits for them. *GPU-busy* of a captured step is
-# traced. Tracing lengthens the gaps, so it is a lower bound; kernel time over step time is the upper one.
+# The captured step takes little more than its kernels, with both our hosts: the GPU hardly waits for them, and replayed steps don't
+# jitter with the CPU. It has about as many kernels as before. The rung's eight lasting workers share in its factor. *GPU-busy* of a
+# captured step is traced. Tracing lengthens the gaps, so it is a lower bound; kernel time over step time is the upper one.
 #
-# **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. If the host sets the pace, capture first.
+# **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. If the host sets the pace, try it first.
 
 # %% [markdown]
 # ## 5 · Kernels that fit the GPU
@@ -513,8 +513,8 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The table compares with *whole-step graph*. Against the rung above, *encoders compiled* saves most, 46 ms, and *side by side*
-# has the largest factor, 1.58. So compiling probably helps because merged kernels move fewer bytes.
+# Against the rung above, *encoders compiled* saves most, 46 ms, and *side by side* has the largest factor, 1.58. Launches were free
+# already, so compiling probably helps because merged kernels move fewer bytes.
 #
 # **Takeaway.** When the GPU is busy, ask what with: unmerged chains, copies between layouts, and kernels that fill a part of
 # it.
@@ -524,8 +524,8 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 #
 # **Question.** What need not be computed, because its result is known or can be had for less?
 #
-# The VAE is frozen, so what it says of an image never changes: a mean and a variance. Keep these, and draw a new sample in
-# each step. Whoever keeps one *sample* trains on fewer inputs.
+# The VAE is frozen, so what it says of an image never changes: a mean and a variance. Keep these, and draw a new sample in each
+# step. Whoever keeps one *sample*, or one random crop, trains on fewer inputs.
 
 # %%
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -549,10 +549,10 @@ torch.testing.assert_close(cached[0], library.mean + library.std * noises[0])
 print(f"spread of a latent over steps: {cached.std(0).mean():.2f}; of one sample kept: 0")
 
 # %% [markdown]
-# At width 320 LoRA took longer than full training (lab 01). *Folded*, no activation passes through the thin products: form
-# $W' = W + BA$ once a step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and
-# $\partial L/\partial B = G A^\top$. Lab 01's factor $\alpha/r$ goes before $BA$, and before both projections. The price:
-# $W'$ is rounded to half precision, with the same error for every token, and $G$ takes the memory of a full weight gradient.
+# At width 320 LoRA took longer than full training (lab 01). *Folded*, no activation passes through the thin products: form $W' = W
+# + BA$ once a step, run the plain layer on it, and project its gradient $G$: $\partial L/\partial A = B^\top G$ and $\partial
+# L/\partial B = G A^\top$. Lab 01's factor $\alpha/r$ goes before $BA$, and before both projections. The price: $W'$ is rounded to
+# half precision, with the same error for every token, and $G$ costs a full weight gradient, in FLOPs as well.
 # `labutils/layers/lora_folded.py` does it for all layers of a shape at once.
 
 # %%
@@ -591,8 +591,8 @@ columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Encoding costs its seconds before the first step. On the H100 our 256 images took 4.2 s, and a step saves 16 ms: paid after
-# about 260 steps.
+# Encoding costs its seconds before the first step. On the H100 our 256 images took 4.2 s, and a step saves 16 ms: paid after about
+# 260 steps, four passes over the images.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -618,21 +618,21 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 # From the first rung to the last the step probably became 34 times as fast on the H100 (31 to 41), and 31 times on the H200's
 # record (29 to 36). The last rung takes 2.9 and 2.7 times its floor.
 #
-# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). If its
-# 85 % utilisation were time with a kernel running, removing all idle time would gain a factor of 1 / 0.85. Our compiled step
-# was two thirds idle. So *same work* gains most with a slow host and a fast card, and *same mathematics* with any.
+# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). If its 85 %
+# utilisation were time with a kernel running, removing all idle time would gain a factor of 1 / 0.85. Our compiled step was two
+# thirds idle. So capturing gains most with a slow host and a fast card, the rungs after it with any host.
 #
 # The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, and 20 and 27 % on the
-# H200's record. So this verdict *differs between hosts*. Utilisation was not measured twice: read it as weakly as the times.
+# H200's record. So this verdict *differs between hosts*.
 #
-# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x: the round's second stock loop
-# was 4 to 20 % shorter than its first. *Channels last*, *merged batch* and *folded LoRA* are hollow, too. Their intervals are
-# narrow, since captured steps jitter less than the stock loop. They are probably gains. By this lab's rule no time decides
-# here, hollow or filled.
+# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x: the round's second stock loop was
+# 4 to 20 % shorter than its first. A filled rung is more than that noise. *Channels last*, *merged batch* and *folded LoRA* are
+# hollow, but probably gains: captured steps jitter less than the stock loop. Verdicts on times stay *inconclusive* on such a
+# machine.
 #
-# What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its
-# exponentials (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too:
-# up to a microsecond between two kernels of a graph, some 1,600 times a step.
+# What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its exponentials
+# (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too: 0.9 ms a step,
+# about half a microsecond for each of 1,600 kernels.
 
 # %%
 def kinds(found):
@@ -650,7 +650,7 @@ lab.show([runs["folded LoRA"]], kinds, experiment="ladder", rung="folded LoRA")
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("04.1")` shows how the first can be solved.
+# The easiest first. Each cell checks itself. `lab.solution("04.1")` shows how the first can be solved.
 
 # %%
 from unittest.mock import patch
@@ -658,8 +658,8 @@ from unittest.mock import patch
 from labutils.course.exercises import check, faster_than
 
 # %% [markdown]
-# **1. Does it pay?** Compiled, a first step takes 95 s and each later one 250 ms instead of 340. How many seconds are gained
-# in 800 steps? Without compiling, the first step takes as long as the others. A loss is negative.
+# **1. Does it pay?** Compiled, a first step takes 95 s and each later one 250 ms instead of 340. How many seconds are gained in 800
+# steps? Without compiling, the first step takes as long as the others.
 
 # %% tags=["exercise"]
 gained_s = None  # your number

@@ -18,10 +18,9 @@
 # %% [markdown]
 # # Lab 05 · Scale into FP8
 #
-# Article A2 replaces the linear layers of a language model by layers in FP8, numbers of 8 bits. Tensor cores multiply them at
-# twice the rate of 16-bit numbers. Yet the article's step got only 4 to 7 % shorter, and its memory stayed as it was. In this
-# lab you find what can take the speed away. You write a frozen layer that, compiled, is probably faster than BF16's, and half
-# as large.
+# Article A2 replaces the linear layers of a language model by layers in FP8, numbers of 8 bits. Tensor cores multiply them at twice
+# the rate of 16-bit numbers. Yet the article's step got only 4 to 7 % shorter, and its memory stayed as it was. In this lab you
+# find what can take the speed away. You write a frozen layer that, compiled, was faster than BF16's on our H200, and half as large.
 #
 # **After this lab you can**
 # - read the 8 bits of an FP8 number, and say what a cast does beyond the range and near zero;
@@ -143,8 +142,8 @@ lab.verdict("A2.fp8.range", "A2.fp8.cast-saturates", "A2.fp8.cast-flushes")
 
 # %% [markdown]
 # The answer depends on the version. Our page ran PyTorch 2.11: there an eager cast of anything above 464 gives **NaN**, and a
-# compiled one 448. PyTorch 2.13 gives 448 in both. The verdict is of the version that ran. E5M2 has an infinity: 1,000,000
-# becomes *inf* there, in any version.
+# compiled one 448. PyTorch 2.13 gives 448 in both. The verdict is of the version that ran. E5M2 has an infinity: 1,000,000 becomes
+# *inf* there, cast eagerly.
 #
 # **Takeaway.** Scale or clamp before you cast. That means the same in every version.
 
@@ -243,8 +242,8 @@ def draw(power):
 lab.choose(draw, {"power": range(-16, 7)});
 
 # %% [markdown]
-# **Takeaway.** The F in FP8 stands for floating. A scale $2^{10}$ times too small costs nothing, and $2^{13}$ times doesn't yet
-# double the error. One that is too large cuts off the largest values, which count most.
+# **Takeaway.** The F in FP8 stands for floating. Here a scale $2^{10}$ times too small costs nothing, and $2^{13}$ times doesn't
+# yet double the error. One that is too large cuts off the largest values, which count most.
 
 # %% [markdown]
 # ## 4 · Yesterday's scale
@@ -313,9 +312,9 @@ lab.keep(Run("05", "fp8-delayed", tags={"experiment": "fp8-delayed"}, metrics=fo
 lab.verdict("A2.fp8.delayed")
 
 # %% [markdown]
-# A slow drift costs nothing. At a spike, everything above the AMAX of the steps before is cut off: that step is 89 % off. A
-# long history remembers the first spike when the next one comes. But where a tensor shrinks for good, it keeps the old scale,
-# and most numbers become 0.
+# A slow drift costs nothing. At a spike, everything above the AMAX of the steps before is cut off: that step is 89 % off. A long
+# history remembers the first spike when the next one comes. But a tensor that shrinks for good is lost once it is some $2^{12}$
+# times smaller, or more.
 #
 # Transformer Engine's default history is 1,024 steps; the course's layers of Transformer Engine, *fp8-te*, have 16, so that a
 # lab's few steps fill it. Each tensor of each layer has such a history: state, which a captured step must carry along and a
@@ -354,12 +353,13 @@ print(f"The product is {off(multiply(x8, W8, x_inverse, W_inverse), x @ W.T):.1%
 # %% [markdown]
 # Each factor is 2.6 % off. Independent errors add as squares: $\sqrt2 \times 2.6\,\% = 3.7\,\%$.
 #
-# Now the time. Let $R_{16}$ and $R_8$ be the rates of both formats, and $B$ the bandwidth. With $x$ of $m$ rows and $k$
-# columns, and $n$ outputs, FP8 saves $2mkn\,(1/R_{16} - 1/R_8)$ of the product's time. Quantising moves 5 bytes a number of
-# $x$: two readings of BF16, one writing of FP8. That is $5mk/B$. Both contain $mk$, so only the outputs decide. FP8's time
-# over BF16's is $R_{16}/R_8 + (1 - R_{16}/R_8)\,n^*/n$, with
+# Now the time. Let $R_{16}$ and $R_8$ be the rates of both formats, and $B$ the bandwidth. With $x$ of $m$ rows and $k$ columns,
+# and $n$ outputs, FP8 saves $2mkn\,(1/R_{16} - 1/R_8)$ of the product's time. Quantising moves 5 bytes a number of $x$: BF16 read
+# twice, FP8 written once (3 if the scale is known). That is $5mk/B$. Both contain $mk$, so only the outputs decide. FP8's time over
+# BF16's is $R_{16}/R_8 + (1 - R_{16}/R_8)\,n^*/n$, with
 #
 # $$n^* = \frac{5}{2B\,(1/R_{16} - 1/R_8)}$$
+#
 
 
 # %%
@@ -374,8 +374,8 @@ print(f"scales from x itself: n* = {n_star:.0f} outputs")
 print(f"scale known before:   n* = {outputs_to_win(bf16, fp8, 4250, bytes_moved=3):.0f} outputs")
 
 # %% [markdown]
-# A model's own sizes: Mistral's k and v projections have 1,024 outputs, q, o and down 4,096, gate and up 14,336. The first two
-# are at the border. Quantise $x$ once for q, k and v, and they share 6,144.
+# Mistral's k and v projections have 1,024 outputs, at the formula's border; q, o and down have 4,096, gate and up 14,336. Quantise
+# $x$ once for q, k and v, and they share 6,144.
 #
 # **Prediction.** Square matrices of 512, 1,024, 2,048, 4,096: from which size on does FP8 win, compiled quantising
 # included?
@@ -448,12 +448,12 @@ plt.show()
 lab.verdict("A2.fp8.rate")
 
 # %% [markdown]
-# The formula is for the red curve: quantised on the way, and compiled. That curve crosses 1 later: a small kernel has a time of
-# its own, which the formula leaves out. Green does, too. At 8,192 red beats the formula, and green. Green has one scale for
-# the tensor, red one for each row. Why red is faster there wasn't measured.
+# The formula is for the red curve: quantised on the way, and compiled. It crosses 1 later: at 1,024 even yellow, without
+# quantising, gains only 1.15. Green is late, too. At 8,192 red beats the formula, and green. Green has one scale for the tensor,
+# red one for each row. Why red is faster wasn't measured.
 #
-# **Takeaway.** Only the tensor core is nearly twice as fast. By bytes alone FP8 needs a thousand outputs. Square products on
-# the H200 won from 2,048 on with quantising compiled, and from 8,192 on eager.
+# **Takeaway.** The product is nearly twice as fast; quantising takes that away. By bytes FP8 needs a thousand outputs. Square
+# products on the H200 won from 2,048 on compiled, from 8,192 on eager.
 
 # %% [markdown]
 # ## 6 · One byte a parameter
@@ -461,9 +461,9 @@ lab.verdict("A2.fp8.rate")
 # **Question.** The article's memory did not shrink: `te.Linear` keeps the BF16 weight, and makes FP8 copies of it, unless it
 # was built under `te.quantized_model_init`. Under LoRA the weight is frozen. What does a frozen layer need to keep?
 #
-# **Technique.** $W_8$, one descale $s$ a row, and nothing else: $W \approx \mathrm{diag}(s)\,W_8$. Nobody needs $\mathrm dW$,
-# so not even the input is kept. For $\mathrm dX = \mathrm dY\,\mathrm{diag}(s)\,W_8$ the scales lie along the dimension that is
-# summed over, where a kernel can't apply them. They are multiplied into $\mathrm dY$ first. Hopper multiplies one memory layout
+# **Technique.** $W_8$, one descale $s$ a row, and nothing else: $W \approx \mathrm{diag}(s)\,W_8$. Nobody needs $\mathrm dW$, so
+# not even the input is kept. For $\mathrm dX = \mathrm dY\,\mathrm{diag}(s)\,W_8$ the scales lie along the dimension that is summed
+# over, where a kernel can't apply them. They are multiplied into $\mathrm dY$ first. Hopper multiplies FP8 in one memory layout
 # only, so $W_8$ is transposed for the backward pass and the copy dropped.
 
 
@@ -534,13 +534,13 @@ lab.show(
 )
 
 # %% [markdown]
-# On record, from an earlier session, `te.Linear` held 2 bytes a parameter at rest and 4 running: the BF16 weight, and two
-# copies in FP8. That weight stays, so memory can't shrink. Why the article's didn't grow isn't answered here: lab 06's model
-# took 0.4 GB more. The frozen layer has half of BF16's bytes. On the H200 it is slower than BF16 in eager PyTorch, for section
-# 5's reason. Compiled, it is smaller, and probably faster: 0.86 instead of 1.39 ms.
+# On record, from an earlier session, `te.Linear` held 2 bytes a parameter at rest and 4 running: the BF16 weight, and two copies in
+# FP8. That weight stays, so memory can't shrink. Why the article's didn't grow isn't answered here: lab 06's model took 0.4 GB
+# more. The frozen layer has half of BF16's bytes. On the H200 eager quantising and transposing cost more than FP8 saves: 1.66
+# instead of 1.39 ms. Compiled, it was faster: 0.86 ms.
 #
 # **Technique: the article's way.** It attached LoRA first, since PEFT refused `te.Linear`, then swapped the layers. Its swap takes
-# every `nn.Linear` of language model and projector, adapters included. The course swaps frozen layers only, without the head.
+# adapters, too: LoRA's A has only its rank as outputs, far below $n^*$. The course swaps frozen layers only, without the head.
 
 # %%
 with lab.attempt("Transformer Engine's layers"):
@@ -582,8 +582,8 @@ with lab.attempt("LoRA on te.Linear", experiment="te-peft"):
 lab.verdict("A2.te.peft-refuses")
 
 # %% [markdown]
-# Today's PEFT accepts it, and wraps `te.Linear` in `lora.TeLinear`. For a type that PEFT does not know, "adapters first, then
-# the swap" is still the way:
+# On record, today's PEFT accepts it, and wraps `te.Linear` in `lora.TeLinear`. For a type that PEFT does not know, "adapters first,
+# then the swap" is still the way:
 
 # %%
 lora = LoraConfig(target_modules=["0"])
@@ -691,11 +691,11 @@ for name, build in models.items():
     lab.table(by_type[chosen].rename_axis("layer").reset_index())
 
 # %% [markdown]
-# In FP8 the number of scales hardly matters: 3.7 to 3.8 % with one scale for the tensor, since each number brings its own
-# exponent. Blocks of 32, on record, gave 3.8 %. INT8 has one step size for a tensor, so compare it with *forward tensor*: it is
-# better on even tensors, worse on outliers. *o_proj* and *lm_head* saw no planted outlier. *down_proj* has some of its own: its
-# input is a product of two activations. Rows look better with outliers only because of how we planted them: the outlier is each
-# row's maximum, which 448 holds exactly.
+# In FP8 the number of scales hardly matters: 3.7 to 3.8 % with one scale for the tensor, since each number brings its own exponent.
+# Blocks of 32, on record, gave 3.8 %. INT8 has one step size for a tensor, so compare it with *forward tensor*: it is better on
+# even tensors, worse on outliers. Inputs of *o_proj* and *lm_head* have no planted outlier. *down_proj* has some of its own: its
+# input is a product of two activations. Rows look better with outliers, in two layers' gradients too, only by our planting: the
+# outlier is each row's maximum, which 448 holds exactly.
 #
 # From which size of outlier on is INT8 worse? One layer, three of 1,024 channels made larger. The output calls this factor
 # *sigma*:
@@ -717,12 +717,12 @@ for sigma in (1, 5, 10, 20, 50, 100):
 # of its numbers is about three times that. So the border is a *value* of 15 to 30 sigma. LLM.int8(), below, reports such values
 # in trained models.
 #
-# Too few scales cost FP8 *range*, not precision: gradients far below the tensor's largest become 0 (*flushed*). A scale for
-# each row flushes fewer, because a row is one token, and tokens' gradients differ in size. On record, with planted outliers, it
-# flushes 0.02 instead of 0.38 %, and the error is 3.70 instead of 3.74 %. That is hardly a reason for either. E5M2 flushes
-# almost nothing, but its error is larger, in most layers 5.8 %. The course's frozen layer has E4M3 both ways, and quantises
-# each row by itself. *lm_head*'s gradient is nearly one number a row, at the right token. Both formats hold that number, and
-# what is left is the weight's error.
+# Too few scales cost FP8 *range*, not precision: gradients far below the tensor's largest become 0 (*flushed*). A scale for each
+# row flushes fewer, because a row is one token, and tokens' gradients differ in size. On record, with planted outliers, it flushes
+# 0.02 instead of 0.38 %, and the error is 3.70 instead of 3.74 %. That hardly matters. E5M2 is no better for gradients here: it
+# flushes almost nothing, but is mostly 5.8 % off. The course's frozen layer has E4M3 both ways, and quantises each row by itself.
+# *lm_head*'s gradient is nearly one number a row, at the right token. Both formats hold that number, and what is left is the
+# weight's error.
 #
 # Random weights can't say whether 3.7 % a layer harm training. Lab 06 compares losses over seeds.
 #
@@ -759,17 +759,17 @@ print(f"MXFP8: {8 + 8 / 32} bits a number, {off(mxfp8(x), x):.1%} off")
 print(f"NVFP4: {4 + 8 / 16} bits a number, {off(nvfp4(x), x):.1%} off")
 
 # %% [markdown]
-# The scales lie *along* the summed dimension, and the tensor core applies them as it adds. Section 6's detour, scales folded
-# into $\mathrm dY$, is not needed. But a transposed matrix has other blocks. Even a frozen weight then needs two copies, one
-# each way, or a new quantisation in each backward pass. FP4 doubles the rate again (3,511 against 1,756 TFLOP/s in article A3's
-# data sheet, both with sparsity).
+# The scales lie *along* the summed dimension, and the tensor core applies them as it adds. Section 6's detour, scales folded into
+# $\mathrm dY$, is not needed. But a transposed matrix has other blocks. Unless blocks are square, even a frozen weight then needs
+# two copies, one each way, or a new quantisation in each backward pass. FP4 doubles the rate again (3,511 against 1,756 TFLOP/s in
+# article A3's data sheet, both with sparsity).
 #
 # **Takeaway.** A block's scale costs a quarter to half a bit a number. Four bits cost three to four times the error of eight.
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("05.1")` shows how the first can be solved.
+# The easiest first. Each cell checks itself. `lab.solution("05.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, smaller_than
