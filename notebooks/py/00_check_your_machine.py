@@ -221,10 +221,10 @@ lab.keep(Run("00", "held", metrics={"tflops": lasts, "dtype": dtype}));
 
 # %% [markdown]
 # A card that draws its full power lowers its clock. A CPU that gets hot does the same. This lab reads neither power nor clock, but
-# that is the likely reason. So on our H200 a benchmark of a tenth of a second and a longer one disagree.
+# that is the likely reason. So on our H200 the first ten products, 14 ms, and a run of 2 s disagree.
 #
-# **Takeaway.** Compute with measured rates, and not with a data sheet's. Our H200 reached 80 % of its bf16 peak in bursts,
-# and 68 % without pauses: 795 and 670 TFLOP/s. This course's floors use the burst's.
+# **Takeaway.** Compute with measured rates, and not with a data sheet's. Our H200 reached 80 % of its bf16 peak in bursts, and 68 %
+# without pauses: 795 and 670 TFLOP/s. This course's floors use the burst's: a long step may take 19 % more.
 
 # %% [markdown]
 # ## 4 · What limits an operation?
@@ -291,11 +291,11 @@ memory_bound = sum(one.intensity < roofs[one.dtype].ridge for one in counted)
 plots.roofline(plt.gca(), roofs, operations);
 
 # %% [markdown]
-# Read the picture from the left. SiLU and AdamW do so little arithmetic on each byte that faster matrix units can't help
-# them. Moving fewer bytes would: lab 04 fuses such operations. LoRA's products are the surprise. Their row has four times the
-# projection's tokens. For the same tokens they have 0.4 % of its FLOPs and 9 % of its floor, because their intensity is low.
-# In two bytes a number it is about their rank, 8; in fp32 it is half of that. So they wait for memory on an H200, while the
-# projection beside them lies far to the right.
+# Memory limits three of them on an H200. Read the picture from the left. SiLU and AdamW do so little arithmetic on each byte that
+# faster matrix units can't help them. Moving fewer bytes would: lab 04 fuses such operations. LoRA's products are the surprise.
+# Their row has four times the projection's tokens. For the same tokens they have 0.4 % of its FLOPs, 9 % of its floor and 13 % of
+# its time. Their intensity is low: about their rank, 8, in two bytes a number; half of that in fp32. So they wait for memory on an
+# H200, while the projection beside them lies far to the right.
 #
 # Time can be gained where *floor / measured* is well below 1. A value above 1 means that part of the data came from a cache,
 # that the operation's kernel is better than the probe's, or that another program held up the probe.
@@ -326,10 +326,10 @@ for each, ms in attention.items():
     print(f"{heads:2} heads of {each:3}: {ms:.3f} ms, {rate:.3g} TFLOP/s, {us:.1f} µs a head")
 
 # %% [markdown]
-# All four lines have the same products in total. Look at the last column, the time of *one* head. On an H200 a head of 32, of
-# 40 and of 64 takes 18 to 20 µs. Two reasons fit, and this test can't separate them. A kernel may compute all three as 64. And
-# a head has the same number of exponentials whatever its width. At the published rate these take 9 µs, half of a head's time.
-# So exponentials can't be all of it. At 128 the products count again. So the gain is about 2, and not 16 / 5.
+# All four lines have the same products in total. Look at the last column, the time of *one* head. On an H200 a head of 32, of 40
+# and of 64 takes 18 to 20 µs. Two reasons fit, and this test can't separate them. This kernel may compute 32 as 64, too. And a head
+# has the same number of exponentials whatever its width. At the H100's published rate these take 9 µs, half of a head's time: at
+# that rate they aren't all of it. At 128 a head takes longer. So the gain is 2, and not 16 / 5.
 #
 # In section 4's table the convolution reaches 60 % of its floor's rate on an H200. Two likely reasons, which this lab doesn't
 # separate: 320 channels fill tiles of 128 to 83 %, and in 60 µs a kernel's start and end count.
@@ -415,10 +415,10 @@ with lab.attempt("The launches of a module"):
 lab.keep(machine);
 
 # %% [markdown]
-# The model is tiny, so the GPU never holds up the host: what you time is the host. On our H200 a module's kernel took 22 µs.
-# This page times a bare launch 3 times: 5.0, 5.4 and 6.7 µs. So the factor is 3.3 to 4.4, and the cell's is 3.3. The bare
-# launch is a host's first constant, a module's launch the second. The second depends on the kind of module, too. Lab 02
-# measures it again, on a small copy of its own loop, and predicts a real step's host time: **kernels × a module's launch**.
+# The model is tiny, so the GPU never holds up the host: what you time is the host. On our H200 a module's kernel took 22 µs. A bare
+# launch took 5.0 (the probe), 5.4 (events) and 6.7 µs. So the factor is 3.3 to 4.4, and the cell's is 3.3. The bare launch is a
+# host's first constant, a module's launch the second. The second depends on the kind of module, too. Lab 02 measures it again, on a
+# small copy of its own loop, and predicts a real step's host time: **kernels × a module's launch**.
 #
 # If that is longer than the kernels themselves take, the GPU waits, and the step is **launch-bound**. A faster card won't
 # shorten it. Article A3 found this with a profiler: on a mixture-of-experts model its host was the limit, and the slower

@@ -208,11 +208,11 @@ lab.keep(Run("01", "lora-counts", metrics=counts))
 lab.verdict("A1.lora.count")
 
 # %% [markdown]
-# The article's example is a single layer. LoRA trains 1/256 of its numbers. In a whole model the adapted layers set the factor.
-# In SD1.5 it is only attention: 1,078 times fewer. In Qwen3-8B it is every projection: 375 times.
+# The article's example is a single layer. LoRA trains 1/256 of its numbers. In a whole model rank and adapted layers set the
+# factor. SD1.5 at rank 4, only attention: 1,078 times fewer. Qwen3-8B at rank 8, all projections: 375 times.
 #
-# **Takeaway.** At small ranks LoRA trains a few thousandths of a model's numbers at most. Whether its share of the time or
-# of the memory is as small is another question: sections 4 and 6.
+# **Takeaway.** At these ranks LoRA trains one to three of a thousand numbers of a model. Whether its share of the time or of the
+# memory is as small is another question: sections 4 and 6.
 
 # %% [markdown]
 # ## 3 · What a rank can express
@@ -289,8 +289,8 @@ axes = plt.subplots(1, 2, sharey=True, figsize=(7.2, 3.4))[1]
 plots.panels(axes, errors, "rank r", "error, % of the correction");
 
 # %% [markdown]
-# The two lines lie on each other: training reaches the best that its rank allows. On the left, rank 8 leaves nothing, and more
-# does no harm; it only costs parameters. On the right none of these ranks is enough: 12 still leaves 22 %.
+# The two lines lie on each other: training reaches the best that its rank allows. On the left, rank 4 leaves 71 % and rank 8
+# nothing. More only costs parameters. On the right none of these ranks is enough: 12 still leaves 22 %.
 #
 # **Takeaway.** The rank limits what LoRA can learn. On this problem training reaches the limit. Full training on code or
 # mathematics makes corrections of far higher rank (Biderman). Small ranks still suffice for many tasks.
@@ -310,9 +310,9 @@ plots.panels(axes, errors, "rank r", "error, % of the correction");
 # numbers, whatever the rank. Take two bytes a number and a frozen layer that arithmetic limits: the share added is at least **4
 # · ridge / d**; in fp32, double it. An H200's ridge in lab 00 is close to 190 FLOP per byte, so that is about 19 % at 4,096.
 #
-# That is a fused layer's price. Our class writes each product first and adds it afterwards, in both directions: $12nd$, or
-# about 28 %. A cache makes it less, thin products that miss their floor make it more. In place, `y.addmm_(h, B.T)` saves two of
-# the twelve.
+# That is a fused layer's price. Our class writes each product first and adds it afterwards, in both directions: $12nd$, or 28 % of
+# the frozen floor. A cache makes it less, thin products that miss their floor make it more. In place, `y.addmm_(h, B.T)` saves two
+# of the twelve.
 #
 # **Your prediction:** by how many percent does LoRA of rank 8 lengthen the wider layer's time here?
 
@@ -377,14 +377,14 @@ names = {
 lab.show(cost, names, experiment="adapter cost")
 
 # %% [markdown]
-# At 4,096 the adapter probably added about 45 % on the H200: *frozen again* is 4 % off. Its traffic alone is 28 %, with the
-# separate sums. Thin products miss their floor as well (lab 00). By its floor, rank 64 costs no more than rank 8. Measured, the
-# two can't be told apart. Against full training LoRA can save at most a third of a layer's time. At 4,096 it probably saved 7
-# %. At 320 the adapter made the layer 4.7 times as slow, full training 2.1 times. A CPU computes slowly beside its memory, so
-# there the FLOPs should count, and the rank with them.
+# At 4,096 the adapter added about 45 % on the H200: *frozen again* is 4 % off. Its traffic, $12nd$, is 25 % of *frozen* as
+# measured. Thin products miss their floor as well (lab 00). By its floor, rank 64 costs no more than rank 8. Measured, the two
+# can't be told apart. Against full training LoRA can save at most a third of a layer's time. At 4,096 it probably saved 7 %. At 320
+# the adapter made the layer 4.7 times as slow, full training 2.1 times. Their floors say 3.0 and 1.5. Probably kernels this short
+# miss theirs by more (lab 00). A CPU computes slowly beside its memory, so there the FLOPs should count, and the rank with them.
 #
-# **Takeaway.** An adapter's price is mostly reading and writing activations once more: 28 of the 45 % here. The wider the
-# layer, the smaller its share. LoRA is not chosen for speed.
+# **Takeaway.** An adapter's price is mostly reading and writing activations: by count 25 of the 45 % here. The wider the layer, the
+# smaller its share. LoRA is not chosen for speed.
 
 # %% [markdown]
 # ## 5 · Merge, take out, swap
@@ -426,11 +426,10 @@ for kind in (torch.float32, torch.float16, torch.bfloat16):
 lab.keep(Run("01", "merge", metrics={f"{kind}_noise": noise for kind, noise in merging.items()}));
 
 # %% [markdown]
-# In bf16 the noise is 17 % of the correction; the formula said 15 %. It has no direction: in the mean the whole correction
-# arrives. fp16 has three bits more, and an eighth of the noise. Its effect on a model is not tested here. A layer that rounds
-# its output to 16 bits adds as much noise of its own. Some weights do not come back exactly when the adapter is taken out.
-# Where that matters, keep the adapter beside the weights. The course's own layer, in `labutils/layers/lora.py`, does so, and
-# writes PEFT's files.
+# In bf16 the noise is 17 % of the correction; the formula said 15 %. On average all of it arrives; far smaller ones may be lost.
+# fp16 has three bits more, and an eighth of the noise. Its effect on a model is not tested here. A layer that rounds its output to
+# 16 bits adds as much noise of its own. Some weights do not come back exactly when the adapter is taken out. Where that matters,
+# keep the adapter beside the weights. The course's own layer, in `labutils/layers/lora.py`, does so, and writes PEFT's files.
 #
 # Adapters kept beside the weights can be swapped. Train two, each on a correction of its own of rank 4.
 
@@ -544,13 +543,11 @@ fewer = counts["qwen3_8b_total"] / counts["qwen3_8b_lora_r8"]
 print(f"{less:.1f} times less memory, for {fewer:.0f} times fewer trained numbers")
 
 # %% [markdown]
-# The 4.3 has two causes. Within bf16 LoRA takes 2.2 times less: 42 GB against 94. The rest is the number format. LoRA's
-# activations take 25.5 GB, where those of full training take 28.9: frozen norms no longer keep what only their own gradient
-# takes.
+# The 4.3 is 2.2 by LoRA, 42 GB against 94 in bf16, times 1.9 by the number format, 94 against 180. LoRA's activations take 25.5 GB,
+# where those of full training take 28.9: frozen norms no longer keep what only their own gradient takes.
 #
-# When does a real step need most? Train SD1.5's UNet on one image, at `tiny` and `small` a
-# narrow one, and read the peak of each phase. On a GPU that is `torch.cuda.reset_peak_memory_stats()` before a phase and
-# `max_memory_allocated()` after it.
+# When does a real step need most? Train SD1.5's UNet in fp32 on one random input, at `tiny` and `small` a narrow one, and read the
+# peak of each phase. On a GPU that is `torch.cuda.reset_peak_memory_stats()` before a phase and `max_memory_allocated()` after it.
 
 # %%
 full = lab.scale == "full"
@@ -588,10 +585,10 @@ lab.show(lab.keep(phases), names, experiment="memory by phase")
 # backward pass ends, there are four: weights, gradients and two moments. The *fused* update needs no more than these four.
 # AdamW's *foreach* form, PyTorch's default on a GPU, needs five: it computes temporaries for all weights at once.
 #
-# So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's take half of
-# one. There *foreach* peaks in its update, at five times 3.4 GB, and *fused* needs about four times. The narrow UNet of `tiny`
-# and `small` has more activations than that: there the peak lies in the passes. With LoRA it always lies there, and the rank
-# hardly moves it.
+# So `fused=True` lowers the peak only where the activations take less than two weights' worth. The full UNet's take half of one.
+# There *foreach* peaks in its update, at 17.3 GB, and *fused* in its backward pass, at 14.3. The narrow UNet of `tiny` and `small`
+# has more activations than that: there the peak lies in the passes. With LoRA it does, too: 5.1 GB at rank 4 and 5.3 at 64, at
+# `full`, against 14.3 and 17.3.
 #
 # **Takeaway.** LoRA saves what grows with the number of *trained* parameters, and little of what grows with the batch. For that
 # there are checkpointing, fused kernels and smaller number formats.

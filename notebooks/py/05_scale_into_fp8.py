@@ -242,8 +242,8 @@ def draw(power):
 lab.choose(draw, {"power": range(-16, 7)});
 
 # %% [markdown]
-# **Takeaway.** The F in FP8 stands for floating. Here a scale $2^{10}$ times too small costs nothing, and $2^{13}$ times doesn't
-# yet double the error. One that is too large cuts off the largest values, which count most.
+# **Takeaway.** The F in FP8 stands for floating. Here a scale $2^{10}$ times too small costs nothing, $2^{13}$ times doesn't double
+# the error. One that is too large cuts off the largest values, which count most.
 
 # %% [markdown]
 # ## 4 · Yesterday's scale
@@ -314,7 +314,7 @@ lab.verdict("A2.fp8.delayed")
 # %% [markdown]
 # A slow drift costs nothing. At a spike, everything above the AMAX of the steps before is cut off: that step is 89 % off. A long
 # history remembers the first spike when the next one comes. But a tensor that shrinks for good is lost once it is some $2^{12}$
-# times smaller, or more.
+# times smaller.
 #
 # Transformer Engine's default history is 1,024 steps; the course's layers of Transformer Engine, *fp8-te*, have 16, so that a
 # lab's few steps fill it. Each tensor of each layer has such a history: state, which a captured step must carry along and a
@@ -450,7 +450,7 @@ lab.verdict("A2.fp8.rate")
 # %% [markdown]
 # The formula is for the red curve: quantised on the way, and compiled. It crosses 1 later: at 1,024 even yellow, without
 # quantising, gains only 1.15. Green is late, too. At 8,192 red beats the formula, and green. Green has one scale for the tensor,
-# red one for each row. Why red is faster wasn't measured.
+# red one for each row. Why red is faster is open.
 #
 # **Takeaway.** The product is nearly twice as fast; quantising takes that away. By bytes FP8 needs a thousand outputs. Square
 # products on the H200 won from 2,048 on compiled, from 8,192 on eager.
