@@ -496,12 +496,13 @@ def sums(found):
     return pd.DataFrame(lines).T.rename_axis("step shorter by").reset_index()
 
 
-lab.table(sums(Runs(cells.values()) if on_gpu else lab.references(experiment="methods")))
+seen = cells.values() if on_gpu else lab.references(experiment="methods")
+lab.table(sums(Runs([*seen, *on_record])))
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13: for constant text lengths and everything else. Our rest is negative: there the host
-# probably sets the pace. Section 3's batches 4 to 24 leave about 4 points.
+# together, seven are left, else 1 to 13: for constant text lengths and everything else. At batch 1 our rest is negative: the host
+# probably sets the pace. From batch 4 on some 4 are left.
 #
 # Now images stay. Rows are as long as they come (*blocks compiled*) or padded to one length (*padded*). Unlike in section 3
 # activations stay and workers load data. Compare ms for 1,000 computed tokens.
@@ -543,7 +544,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     )
 
 # %% [markdown]
-# **Takeaway.** If two changes were made at once, compute what each must give. Then make a run with only one of them.
+# **Takeaway.** Compiling and fewer tokens make most of the article's half; some 4 points are left. Compute what each change must
+# give.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -850,7 +852,7 @@ print("the other against it, seed by seed:", [f"{change:+.1%}" for change in oth
 # **Your prediction:** the spread of BF16's final loss over seeds, largest over smallest, in percent.
 
 # %%
-my_spread: float | None = None  # for example 1
+my_spread: float | None = None  # for example 5
 
 lab.predict("spread of the loss over seeds", my_spread, "%")
 
@@ -906,6 +908,16 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 #
 # **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one. The
 # lowest line wins.
+#
+# The article shows its step times only in a figure. Here they are computed from its break-even counts (`lab06_advisor.py`).
+#
+# **Your prediction:** by the article's own numbers fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and
+# 0.579. From which step on is the one without FP8 ahead?
+
+# %%
+my_overtaking: float | None = None  # for example 220
+
+lab.predict("steps until fixed shapes beat fixed shapes with FP8", my_overtaking, "steps")
 
 
 # %%
@@ -931,17 +943,6 @@ article_says = crossings({name: tuple(line) for name, *line, _ in published.iter
 for steps, before, after in article_says:
     print(f"{steps:5,.0f} steps: {before} gives way to {after}")
 
-# %% [markdown]
-# The article shows its step times only in a figure. Here they are computed from its break-even counts (`lab06_advisor.py`).
-#
-# **Your prediction:** by the article's own numbers fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and
-# 0.579. From which step on is the one without FP8 ahead?
-
-# %%
-my_overtaking: float | None = None  # for example 220
-
-lab.predict("steps until fixed shapes beat fixed shapes with FP8", my_overtaking, "steps")
-
 
 # %%
 def drawn(options, title):
@@ -954,8 +955,9 @@ def drawn(options, title):
 
     n = np.geomspace(10, 10_000, 200)
     fig, ax = plt.subplots(figsize=(7.2, 3.4))
-    for place, name in enumerate(methods):
-        ax.plot(n, share(name, n), ("-", "--", "-.", ":")[place % 4], label=name)
+    for name in methods:
+        color, style = looks[name]
+        ax.plot(n, share(name, n), style, color=color, label=name)
     for steps, _, after in crossings(methods):
         ax.plot(steps, share(after, steps), "o", color=plots.INK)
     ax.set(xscale="log", xlabel="steps", ylabel="total time, of BF16's", title=title)
@@ -964,6 +966,8 @@ def drawn(options, title):
     plt.show()
 
 
+looks = zip(("C0", "C1", "C2", "C3", "C4", "grey", "C1"), ("-", "--", "-.", ":") * 2, strict=False)
+looks = dict(zip(published.index, looks, strict=True))
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
