@@ -200,7 +200,7 @@ def collate(examples, length=None):
     batch["labels"] = torch.full_like(batch["input_ids"], -100)
     for line, answer in enumerate(answers):
         ids = processor.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        end = batch["attention_mask"][line].sum()
+        end = batch["attention_mask"][line].nonzero().max() + 1  # padded on either side
         batch["labels"][line, end - len(ids) : end] = torch.tensor(ids)
     return batch
 
@@ -430,8 +430,8 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# The article's images all have one number of tokens. So varying images caused none of their 11 recompilations; the answer's length
-# may have. Varied images add 8: the published model still recompiled in step 6.
+# The article's images all have one number of tokens. So their size caused none of the 11 recompilations; `TORCH_LOGS=recompiles`
+# shows what did. Varied images add 8: the published model still recompiled in step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on, in six steps of varied
 # images.
@@ -544,7 +544,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     )
 
 # %% [markdown]
-# **Takeaway.** Compiling and fewer tokens make most of the article's half; some 4 points are left. Compute what each change must
+# **Takeaway.** Compiling and fewer tokens make most of the article's half; 1 to 13 points are left. Compute what each change must
 # give.
 
 # %% [markdown]
@@ -639,7 +639,7 @@ lab.verdict("A2.left.dynamic")
 # %% [markdown]
 # The verdict sets *blocks compiled* against *padded*. Packed, AnyRes probably computes 1,000 tokens as fast as *fixed*: 63 against
 # 65 ms. A packed step has four times as many tokens. It takes 59 GB, where *fixed* takes 26 and *blocks compiled* 27, and its
-# gradient is that of a larger batch. Its ms are medians, its rates all steps', its ratios medians of rounds' ratios.
+# gradient is that of a larger batch. The ladder's ms are medians, its rates cover all steps, its ratios pair rounds.
 #
 # **Takeaway.** On our H200 all rungs together gave about four times as many useful tokens a second, far beyond BF16's noise, −26 to
 # +28 %. Of single rungs only FP8, 1.35 to 1.37x, lies beyond it, barely.
@@ -893,9 +893,9 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# With random weights the `small` model trains, 12 steps. BF16 ended at 5.95 to 6.01, *fixed* 0.6 to 4.1 % above. In the article +14
-# % is hardly chance. All five methods differ from BF16 with one sign on three seeds. That is a hint: for one method chance gives it
-# in one case of four. Methods also start elsewhere, so compare *loss drops*; columns are medians. QLoRA's is larger than BF16's,
+# With random weights the `small` model trains, 12 steps. BF16 ended at 5.95 to 6.01, *fixed* 0.6 to 4.1 % above. Random weights
+# can't judge its +14 %. All five methods differ from BF16 with one sign on three seeds. That is a hint: for one method chance gives
+# it in one case of four. Methods also start elsewhere, so compare *loss drops*; columns are medians. QLoRA's is larger than BF16's,
 # the others are smaller; *fp8-te-mixed* drops as far as *fp8-te*.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
@@ -994,9 +994,9 @@ if on_gpu and answers:
 lab.verdict("A2.guide.few-steps", "A2.guide.between")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. BF16's first
-# step of 2.7 s probably loads what all need: with the others' 0.6 s it would be 33. But *fixed* drops pixels: *compile* probably
-# trains 1.9 times its useful tokens a second.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it probably overtakes BF16 after 24 steps. With QLoRA's
+# 0.6 s for a first step BF16 would hold until 33. *fixed-fp8-te*, the article's advice, never overtakes. But *fixed* drops pixels:
+# *compile* probably trains 1.9 times its useful tokens a second.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
 

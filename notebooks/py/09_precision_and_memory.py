@@ -93,12 +93,12 @@ if device == "cpu":
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all of them, and the sections below take their rows from it. Each round visits every switch, there and
-# back, and *base* at both ends: the row *base again* is a switch that does nothing. If its interval reaches beyond 3 %, the table
-# says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable* at most.
-# The column *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two medians
-# in the column *step*. Predictions are scored by *step*. In verdicts *ours* is an earlier run on an H200, *here* the run of this
-# page. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
+# One comparison measures all of them, and the sections below take their rows from it. Each round runs all switches forwards, then
+# backwards, with *base* at both ends. The row *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %,
+# the table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable*
+# at most. The column *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two
+# medians in the column *step*. Predictions are scored by *step*. In verdicts *ours* is an earlier run on an H200, *here* the run of
+# this page. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -240,11 +240,11 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 
 # %% [markdown]
 # `torch.backends.cudnn.conv.fp32_precision` is the other switch. It also decides which *algorithms* cuDNN may use. Some of them
-# rearrange or transform inputs and filters first, and need room for the result: a *workspace*. A workspace is no tensor, so no
-# list of tensors shows it. PyTorch doesn't limit it. It takes the first algorithm on cuDNN's list that runs ([issue
-# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of the UNet's convolutions.
-# Their weights are frozen, as in the UNet. It also names the longest kernel. *fft* in a name means a Fourier transform. *cf32*
-# means complex numbers, which it works on.
+# rearrange or transform inputs and filters first, and need room for the result: a *workspace*. A workspace is no tensor, so no list
+# of tensors shows it. PyTorch takes the first algorithm on cuDNN's list that runs, unless the environment's `CUDNN_CONV_WSCAP_DBG`
+# limits its megabytes ([issue 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of
+# the UNet's convolutions. Their weights are frozen, as in the UNet. It also names the longest kernel. *fft* in a name means a
+# Fourier transform. *cf32* means complex numbers, which it works on.
 
 
 # %%
@@ -284,11 +284,12 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB. One convolution alone, 1,280 channels
-# on 32 × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. That is more than the 48 GB between the
-# peaks, so they probably come at different moments: at 65.9 some 10 GB of tensors are held, at 17.5 more. So the verdict's 48
-# GB are the difference of two peaks, not the size of the workspaces. Where the table says 0.00, cuDNN chose an algorithm
-# without a workspace. FP16 saves 83 % against the one peak and 34 % against the other.
+# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB. One convolution alone, 1,280 channels on 32
+# × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. That is more than the 48 GB between the peaks, so
+# they probably come at different moments: at 65.9 some 10 GB of tensors are held, at 17.5 more. So the verdict's 48 GB are the
+# difference of two peaks, not the size of a workspace. *tf32*, with both switches on, probably makes the step 55 % shorter. Where
+# the table says 0.00, cuDNN chose an algorithm without a workspace. FP16 saves 83 % against the one peak and 34 % against the
+# other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -373,14 +374,14 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Accumulation shows what probably sets the pace. On the H200 one example takes 121 ms, eight together 124, on an unsteady
-# machine. Probably the host decides: it launches as many kernels for one example as for eight. Accumulation launches everything
-# eight times, checkpointing the forward pass twice. Checkpointing's interval is 52 to 117 %, and *base again* differs from
-# *base* by up to 15 %. Whether it cost more than the arithmetic's 50 % can't be said.
+# Accumulation shows what probably sets the pace. On the H200 one example takes 121 ms, eight together 124, on an unsteady machine.
+# Probably the host decides: it launches as many kernels for one example as for eight. Accumulation launches all but the update
+# eight times, checkpointing the forward pass twice. Checkpointing's interval is 52 to 117 %, and *base again* differs from *base*
+# by up to 15 %. Whether it cost more than the arithmetic's 50 % can't be said.
 #
-# *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the
-# same. The reason was not looked for. A suspect is the host: for each operation PyTorch asks a Python function whether to keep
-# its result. A trace as in lab 02 would tell.
+# *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the same. A
+# suspect is the host: for each operation PyTorch asks a Python function whether to keep its result. A trace as in lab 02 would
+# tell: does the GPU idle?
 #
 # **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs
 # far more time.
@@ -432,11 +433,11 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # machine the other four are only *probable*.
 #
 # First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
-# changes of that size. The four intervals lie between −17 and +25 %, and each includes 0. Whether any of the four pays or costs
-# can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no shorter kernel
-# shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can save few bytes here: they update a
-# thousandth of the weights. Of time, they could only save launches. A table without *base again* would not show that its
-# differences are noise.
+# changes of that size. The intervals of the last four switches lie between −17 and +25 %, and each includes 0. Whether one of these
+# pays or costs can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no
+# shorter kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can save few bytes
+# here: they update a thousandth of the weights. Of time, they could only save launches. A table without *base again* would not show
+# that its differences are noise.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #

@@ -258,8 +258,8 @@ for r in (160, 40, 4):
 # %% [markdown]
 # **Measurement.** Stable Diffusion, with its encoders, reads each form in turn: without workers, and then with several.
 #
-# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded
-# H100 a step waits 59.5 ms for each of four PNGs, and $c$ is 162 ms.
+# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
+# $r$ is 238 ms for four PNGs, and $c$ is 162 ms.
 
 # %%
 my_map: float | None = None  # for example 50
@@ -319,8 +319,8 @@ with lab.attempt("the law's picture"):
 # **In your own loop** $r$ is the median time of `next(batches)` with `num_workers=0`. For $c$, time steps on one batch that stays
 # on the GPU, and synchronise before each look at the clock.
 #
-# - **Decoding:** a PNG takes 39.7 of the 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are probably
-#   resizing and conversion. The map saves these, too.
+# - **Decoding:** a PNG takes 39.7 of the 238 / 4 = 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are
+#   probably resizing and conversion. The map saves these, too.
 # - **Noise:** PNG differs from itself by −4 to +22 %. Above 3 % the course lets no time decide.
 # - **Map:** by the formula 58 % shorter, $1 - (162 + 6) / (162 + 238)$; by the two steps 55 %; by the rounds' median, the table's
 #   2.31x, 57 %, far beyond the noise.
@@ -381,9 +381,9 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# On our H100s' hosts eight processes resized 76 to 78 images a second with 16 threads each, and 562 and 646 with one each. Each was
-# measured once: the brackets are ±3 %, not measured. Section 3's noise makes the verdict *inconclusive*. More than seven times is
-# far beyond that noise.
+# Eight processes resized 76 images a second as they come, 562 with one thread each; on our H100 78 and 646. Each was measured once:
+# the brackets are ±3 %, not measured. Section 3's noise makes the verdict *inconclusive*. More than seven times is far beyond that
+# noise.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
@@ -419,8 +419,8 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 # %% [markdown]
 # Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646. That, too, is only probable.
 #
-# **Takeaway.** Where several processes share a machine, give each one thread: `OMP_NUM_THREADS=1`. Unset `CUDA_LAUNCH_BLOCKING`
-# before you measure anything.
+# **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1`. Unset `CUDA_LAUNCH_BLOCKING` before
+# you measure anything.
 
 # %% [markdown]
 # ## 5 · Diagnose a script
@@ -501,10 +501,10 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
 # On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the promised
-# step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long: more was promised than kept. The shares, 94 and
-# 89 %, hide that, so compare the step that remains. Part of the difference is the script's own: its clock stops only after its
-# workers have ended. How large that part is was not measured. The formula also assumes that 16 workers and the training don't
-# compete for 16 cores. More workers can't reach $c$. Section 2's map would lower $r$; it wasn't tried here.
+# step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long: more than this clock shows. The shares, 94 and 89
+# %, hide that, so compare the step that remains. Part of the difference is the script's own: its clock stops only after its workers
+# have ended. The whole gap is 0.3 s in 64 steps: how large that part is was not measured. The formula also assumes that 16 workers
+# and the training don't compete for 16 cores. More workers can't reach $c$. Section 2's map would lower $r$; it wasn't tried here.
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix with what
 # it needs, by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
@@ -525,12 +525,12 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # %% [markdown]
 # *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured one.
 # −20 % means that the predicted step is too short. Capturing promised too much in all three runs of Stable Diffusion. By the
-# medians five of the six loops kept the predicted order. In the first table workers and caching changed places, within the spread
-# of caching's rounds. In all 18 rows the predicted step is off by −26 to +32 %. So take from a diagnosis the order in which to try,
-# and not the gain. One round with BF16 took 43 % longer; why is not known. For *padding* the unit is time per useful token, since
-# the step itself changes size. Gains don't add up: what one fix has saved, the next can't save again. Article A4 names other tools
-# for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and not
-# what a change would save.
+# medians five of the six loops kept the predicted order. In the first table workers and caching changed places; three loops have
+# two fixes only. In all 18 rows the predicted step is off by −26 to +32 %. So take from a diagnosis the order in which to try, and
+# not the gain. One round with BF16 took 43 % longer; why is not known. For *padding* the unit is time per useful token, since the
+# step itself changes size. Gains don't add up: what one fix has saved, the next can't save again. Article A4 names other tools for
+# such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time goes, and not what
+# a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

@@ -224,8 +224,8 @@ def exposed_ms(ready_ms, sizes, send_ms):
 
 
 # %% [markdown]
-# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. Each rank keeps one
-# process's batch, 16 examples with LoRA and 8 with *full*: all weights. What is it for DDP and Stable Diffusion with LoRA?
+# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. Each rank has 16 examples
+# with LoRA, or 8 with *full*, all weights: the batch grows N times. What is it for DDP and Stable Diffusion with LoRA?
 
 # %%
 my_efficiency: float | None = None  # for example 90
@@ -268,18 +268,18 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # sharing costs: ranks share the host, its memory and its power. What DDP takes beyond *predicted from that* is communication, or
 # waiting for the other rank.
 #
-# On our H100s one process was measured twice. The interval of the two rates' ratio is −14 to +3 % for the whole UNet, and 0 to
-# +10 % for LoRA. So the verdicts are *inconclusive*, and these readings are only probable. Two differences lie inside that
-# noise. For the whole UNet *each for itself* took 147 ms, *one process* 145. For LoRA *DDP* took 186 ms, *each for itself* 184.
-# A cost is not seen in either, and a small one is not excluded. For the whole UNet *DDP* took 39 ms more than *each for
-# itself*, where the bound says 0.1. By the measured rates its 3.4 GB take 14 ms in buckets, and would take 12 as one message at
-# 297 GB/s. The bound says that the backward pass hides all but the last bucket. Two H200s of another host, the verdicts'
-# *ours*, reached 64 % with all weights, and 90 % with LoRA.
+# On our H100s one process was measured twice. The interval of the two rates' ratio is −14 to +3 % for the whole UNet, and 0 to +10
+# % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. Two differences lie inside that noise. For the
+# whole UNet *each for itself* took 147 ms, *one process* 145. For LoRA *DDP* took 186 ms, *each for itself* 184. A cost is not seen
+# in either, and a small one is not excluded. For the whole UNet *DDP* took 39 ms more than *each for itself*, where the bound says
+# 0.1. By the measured rates its 3.4 GB take 14 ms in buckets, and would take 12 as one message at 297 GB/s. The bound says that the
+# backward pass hides all but the last bucket. Two H200s of another host, the verdicts' *ours*, reached 64 % with all weights, and
+# 90 % with LoRA.
 #
 # Causes outside the bound: NCCL's kernels take a part of the GPU from computing. DDP copies gradients into buckets and back. And a
 # step lasts as long as its slower rank. How much does that take? The table has medians; the averages on record are 156 ms for steps
-# by themselves and 197 for DDP's: 41 more. Draw two of the steps by themselves: the longer one is 164 on average. So waiting for
-# the slower rank is probably at most some 8 of the 41 ms, if ranks vary independently. Most of the rest is not explained here.
+# by themselves and 197 for DDP's: 41 more. Draw two of the steps by themselves: the longer one is 164 on average. If ranks vary
+# independently, waiting for the slower rank is some 8 of the 41 ms. Most of the rest is not explained here.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -391,9 +391,10 @@ plt.show()
 # Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait: a rank that
 # is late shows as communication of the others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of
 # that time beside computation. 34 % of all traced steps, of the drawn one less, is communication or waiting that nothing hides. In
-# *ddp, lora* it is 1 %. *ddp, full* communicates before its first kernel. That is probably the end of the step before: steps are
-# cut by the host's clock, and the GPU lags. The profiler makes steps longer, so 34 % holds for traced steps only. Without it DDP's
-# step took 39 ms more than a rank by itself (section 2), 21 % of 186: that is what the step itself loses.
+# *ddp, lora* it is 1 %. FSDP's rows gather all through. *ddp, full* communicates before its first kernel. That is probably the end
+# of the step before: steps are cut by the host's clock, and the GPU lags. The profiler makes steps longer, so 34 % holds for traced
+# steps only. Without it DDP's step took 39 ms more than a rank by itself (section 2), 21 % of 186: that is what the step itself
+# loses.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -535,7 +536,7 @@ def go_on(place, network, batches, rank=0, ranks=1):
     optimizer = torch.optim.SGD(network.parameters(), lr=0.02, momentum=0.9)
     begun = 0
     if os.path.exists(f"{place}/checkpoint.pt"):
-        state = torch.load(f"{place}/checkpoint.pt")
+        state = torch.load(f"{place}/checkpoint.pt", map_location="cpu")
         begun = state["step"]
         network.load_state_dict(state["network"])
         optimizer.load_state_dict(state["optimizer"])
