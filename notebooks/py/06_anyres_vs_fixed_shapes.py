@@ -474,7 +474,7 @@ my_sum: float | None = None  # in percent
 lab.predict("compiling and fewer FLOPs", my_sum, "%")
 
 # %% [markdown]
-# The table has the article's two ends, and our own steps.
+# The table has the article's two ends, and measured steps.
 
 # %%
 def sums(found):
@@ -487,12 +487,10 @@ def sums(found):
             bf16, compiled, fixed = (run.metric("step_ms") for run in three)
             less = 1 - three[2].metric("flops_per_step") / three[0].metric("flops_per_step")
             whole, gained = 100 * (1 - fixed / bf16), 100 * (1 - compiled / bf16)
-            fewer = (100 - gained) * less
-            lines[f"ours, batch {batch}: {whole:.0f} %"] = {
-                "compiling": gained,
-                "fewer FLOPs": fewer,
-            }
-            lines[f"ours, batch {batch}: {whole:.0f} %"]["rest"] = whole - gained - fewer
+            given = {"compiling": gained, "fewer FLOPs": (100 - gained) * less}
+            card = three[0].machine.get("gpu") or "CPU"
+            line = given | {"rest": whole - sum(given.values())}
+            lines[f"{card}, batch {batch}: {whole:.0f} %"] = line
     return pd.DataFrame(lines).T.rename_axis("step shorter by").reset_index()
 
 
@@ -966,8 +964,9 @@ def drawn(options, title):
     plt.show()
 
 
-looks = zip(("C0", "C1", "C2", "C3", "C4", "grey", "C1"), ("-", "--", "-.", ":") * 2, strict=False)
-looks = dict(zip(published.index, looks, strict=True))
+looks = {"bf16": ("C0", "-"), "fp8-te": ("C1", "--"), "qlora": ("C1", "-.")}
+looks |= {"compile": ("C2", "-."), "compile-fp8-te": ("C3", ":")}
+looks |= {"fixed": ("C4", "-"), "fixed-fp8-te": ("grey", "--")}
 drawn(published, "by the article's numbers")
 
 # %% [markdown]

@@ -442,10 +442,11 @@ for name, build in models.items():
     a_launch = {n: operations[n] / len(queues[n]) for n in queues}  # operations for each
     for tokens in lengths:
         queue, c = queues[tokens], c_short * a_launch[tokens] / a_launch[short]
-        rows.append(compared(f"{name}, {tokens} tokens", c, queue, ms[tokens]))
-        found = {"predicted_ms": replayed_ms(queue, c), "step_ms": ms[tokens], "host_us": 1e3 * c}
+        row = compared(f"{name}, {tokens} tokens", c, queue, ms[tokens])
+        found = {"predicted_ms": row["replay, ms"], "step_ms": ms[tokens], "host_us": row["c, µs"]}
         tags = {"experiment": "own steps", "model": name, "tokens": tokens}
-        lab.keep(Run("08", rows[-1]["a step"], metrics=found, tags=tags))
+        lab.keep(Run("08", row["a step"], metrics=found, tags=tags))
+        rows.append(row)
     queues_and_c[name] = queue, c
 steps_by_length = step = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
@@ -552,6 +553,8 @@ def predictions(runs):
 plain = {"variant": False, "delay_us": False}
 loops = [step.run for step in studied.values() if step.run.has(**plain)]
 lab.show(loops, predictions, experiment="steps", **plain)
+
+# %%
 for name, step in studied.items():
     if not step.run.has(**plain, again=False):
         continue
@@ -854,8 +857,7 @@ lab.table(pd.DataFrame(rows))
 uppers = {n: {card: max(on_card[n].get(card, [np.nan])) for card in CARDS} for n in on_card}
 fig, ax = plt.subplots(figsize=(7.2, 3.4))
 plots.grouped(ax, uppers, "ms a step of four long texts")
-known = {spec_of(run.machine).name: measured for run in measured.values()}
-known = {H100: on_an_h100} | known
+known = {H100: on_an_h100} | {spec_of(run.machine).name: measured for run in measured.values()}
 label = "measured, with its own host"
 for bars, name in zip(tuple(ax.containers), on_card, strict=True):
     for bar, card in zip(bars, CARDS, strict=True):
@@ -902,7 +904,7 @@ print(check("08.3", my_ratio))
 # `order//4` are the tokens. An expert is two products with biases, `gate_up_proj` and `down_proj` (`…_bias`), and between them
 # `theirs._apply_gate`. `index_add_` sums a token's four. Be twice as fast as `theirs`, unless your card's `grouped_mm` loops.
 
-# %% tags=["exercise"]
+# %%
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 torch.manual_seed(0)
@@ -913,19 +915,20 @@ for parameter in theirs.parameters():
     nn.init.normal_(parameter, std=0.1)
 
 
+def routed_tokens(seed):
+    torch.manual_seed(seed)
+    shares, chosen = torch.randn(256, 32, device=lab.device).softmax(-1).topk(4)
+    x = torch.randn(256, 64, device=lab.device, dtype=dtype)
+    return x, chosen, shares.to(dtype)
+
+
+# %% tags=["exercise"]
 def my_experts(x, chosen, shares):
     """x [tokens, 64], chosen and shares [tokens, 4] -> [tokens, 64]
 
     theirs.gate_up_proj [32, 64, 128], theirs.down_proj [32, 64, 64], biases without the 64
     """
     return theirs(x, chosen, shares)  # your code instead
-
-
-def routed_tokens(seed):
-    torch.manual_seed(seed)
-    shares, chosen = torch.randn(256, 32, device=lab.device).softmax(-1).topk(4)
-    x = torch.randn(256, 64, device=lab.device, dtype=dtype)
-    return x, chosen, shares.to(dtype)
 
 
 loops_inside = on_gpu and torch.cuda.get_device_capability()[0] not in (9, 10)
@@ -961,7 +964,7 @@ my_cards = [find_spec(name) for name in CARDS]
 
 
 with lab.attempt("Your own step on four cards"):
-    if not (on_gpu and here):
+    if not scales:
         raise Unavailable("kernels are scaled from a GPU with a data sheet")
     heads = ("a step", "on", "ms by bandwidth", "by dense peak", "by bandwidth, host half as fast")
     pairs = product(queues_and_c.items(), my_cards)
@@ -1140,7 +1143,7 @@ empty_ms = (probe_machine("graph_node_us").median("graph_node_us") or 0.0) / 1e3
 small_steps = {"dense": "dense", "moe": "moe, loop"}
 on_cards, of_cards = {}, {"experiment": "step on four cards"}
 with lab.attempt("Steps on four cards", lambda: None):
-    if not (on_gpu and here):
+    if not scales:
         raise Unavailable("kernels are scaled from a GPU with a data sheet. Our H200's are taken")
     for family, name in small_steps.items():
         step, flops_a_byte = studied[name], studied[name].work.flops / studied[name].work.bytes
@@ -1278,15 +1281,17 @@ def blackwell_over_h100(us, **how):
 
 
 kernels = {"our": None, "the article's": articles_kernels}
+bands = {name: [] for name in batches}  # a curve by each kernels
+for (name, how), (by, shorter) in product(batches.items(), kernels.items()):
+    curve = np.array([blackwell_over_h100(us, **how, shorter=shorter) for us in many_us])
+    bands[name].append(curve)
+    takes = many_us[(curve >= 1.3) & (curve <= 1.4)]
+    takes = f"a host of {takes[0]:.0f} to {takes[-1]:.0f} µs" if len(takes) else "no host"
+    print(f"{name}, {by} kernels: 1.3 to 1.4 takes {takes}")
+
+# %%
 fig, ax = plt.subplots(figsize=(7.2, 3.6))
-for color, hatch, (name, how) in zip(("C0", "C1"), ("//", "\\\\"), batches.items(), strict=True):
-    curves = []
-    for by, shorter in kernels.items():
-        ratios = [blackwell_over_h100(us, **how, shorter=shorter) for us in many_us]
-        curves.append(np.array(ratios))
-        takes = many_us[(curves[-1] >= 1.3) & (curves[-1] <= 1.4)]
-        takes = f"a host of {takes[0]:.0f} to {takes[-1]:.0f} µs" if len(takes) else "no host"
-        print(f"{name}, {by} kernels: 1.3 to 1.4 takes {takes}")
+for color, hatch, (name, curves) in zip(("C0", "C1"), ("//", "\\\\"), bands.items(), strict=True):
     ax.fill_between(many_us, *curves, color=color, alpha=0.4, hatch=hatch, label=name)
 ax.axhspan(1.3, 1.4, color="grey", alpha=0.4, label="the article")
 ax.axvline(ours_us, color="black", linewidth=1, label=f"{whose}: {ours_us:.0f} µs")
