@@ -62,15 +62,24 @@ def advise(options: pd.DataFrame, vram_gb: float, steps: float) -> pd.DataFrame:
     return fitting.assign(total_s=total_s).sort_values("total_s")
 
 
-def guide(options: pd.DataFrame) -> dict[str, str]:
-    """Whom the article's decision chart names, asked of `options` of its methods.
+CHART = {
+    "few_steps": (100, {"fp8-te", "fixed"}),
+    "between": (178, {"fixed-fp8-te", "fixed"}),
+    "many_steps": (10_000, {"fixed"}),
+}
+"""Question of article A2's chart -> the steps it is asked at, and the methods without which there
+is no answer. "between" is halfway between the article's 135 and 220."""
 
-    "short_of_memory": the leanest; "few_steps": first at 100 steps; "between": halfway between the
-    article's 135 and 220; "many_steps": at 10,000. {} where the chart's methods were not measured.
-    """
-    if not {"qlora", "fp8-te", "fixed-fp8-te", "fixed"} <= set(options.index):
-        return {}
+
+def guide(options: pd.DataFrame) -> dict[str, str]:
+    """Whom the article's decision chart names, asked of `options`: the fastest of its methods for
+    each question of `CHART`, and for "short_of_memory" the leanest."""
     options = options[options.index.isin(PUBLISHED.index)]
-    asked = {"few_steps": 100, "between": 178, "many_steps": 10_000}
-    answers = {name: advise(options, float("inf"), steps).index[0] for name, steps in asked.items()}
-    return answers | {"short_of_memory": options["memory_gb"].idxmin()}
+    answers = {
+        question: advise(options, float("inf"), steps).index[0]
+        for question, (steps, needed) in CHART.items()
+        if needed <= set(options.index)
+    }
+    if "qlora" in options.index:
+        answers["short_of_memory"] = options["memory_gb"].idxmin()
+    return answers

@@ -9,13 +9,12 @@ runs = trained_on_seeds(workload, {"bf16": a, "nf4": b}, seeds=4, steps=16)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import nn
 from torch._inductor.utils import fresh_cache
 
 from labutils.labs.ladders import A2_BASE, A2_LADDER, NO_WORKERS, climb, distinct_on, in_lanes
@@ -136,35 +135,31 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
 
 # Any shape, and fast
 
-ONE_SHAPE = {
-    "padded": {"shapes": "padded", "token_budget": 3072, "dynamic": "static"},
-    "fixed": {"shapes": "fixed", "token_budget": 2048, "dynamic": "static"},
-}
-"""Name -> what gives the rung "blocks compiled" one shape for good: AnyRes kept and padded to one
-length, or the article's small squares."""
+ONE_SHAPE = {"padded": {"shapes": "padded", "token_budget": 3072, "dynamic": "static"}}
+"""Name -> what gives the rung "blocks compiled" one shape for good: rows padded to one length."""
 
 
 def shape_recipes(scale: str) -> dict[str, Recipe]:
-    """Run's name -> recipe of the ladder's rungs, of FP8 weights on top, and of compiled blocks on
-    rows of one shape. At tiny nothing is compiled, which takes a minute."""
+    """Run's name -> recipe of the ladder's rungs, and of compiled blocks on rows of one shape. At
+    tiny nothing is compiled, which takes a minute."""
     recipes = climb(A2_LADDER)
-    recipes["FP8 weights"] = recipes["cached features"].but(base_linear="fp8-frozen")
     blocks = recipes["blocks compiled"]
     recipes |= {name: blocks.but(**changes) for name, changes in ONE_SHAPE.items()}
     if scale != "tiny":
         return recipes
-    del recipes["FP8 weights"]  # a CPU emulates them
     plain = NO_WORKERS | {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
     return distinct_on("cpu", {name: recipe.but(**plain) for name, recipe in recipes.items()})
 
 
 def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
-    """Name -> run of `shape_recipes`, interleaved, each in its rung's lane."""
+    """Name -> run of `shape_recipes`, interleaved, each in its rung's lane. In each round a recipe
+    gets the same batches: images differ in length more than recipes in time."""
     torch._dynamo.reset()
     recipes = shape_recipes(workload.scale)
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
     tags |= {name: {"experiment": "one shape", "form": name} for name in ONE_SHAPE}
-    with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2) as bench:
+    few = compat.variants_limited(VARIANTS)
+    with few, Benchmark(workload, warmup=2, same_batches=True) as bench:
         runs = bench.compare(recipes, steps=4, rounds=rounds, tags=tags)
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, A2_LADDER)
 
@@ -177,12 +172,10 @@ def trained_on_seeds(
     recipes: Mapping[str, Recipe],
     seeds: int,
     steps: int,
-    changes: Mapping[str, Callable[[nn.Module], None]],
 ) -> dict[str, Run]:
     """Name -> run of trainings from scratch on `seeds` seeds. A seed draws frozen weights, adapters
     and the order of the examples, the same for all recipes: their losses can be paired, step by
-    step. A model with 4-bit weights goes through PEFT's preparation; `changes` alters the models of
-    the recipes that it names.
+    step. A model with 4-bit weights goes through PEFT's preparation.
 
     Samples, by seed: `start_loss`, of the first step, `final_loss`, the mean of the last quarter of
     the steps, and `loss_drop`. A failure is the run's status.
@@ -192,8 +185,8 @@ def trained_on_seeds(
         curves = []
         for seed in range(seeds):
             forget_scales()
-            hook = changes.get(name, prepared_for_kbit)
-            run = train(workload, recipe.but(seed=seed), steps - 1, warmup=0, on_model=hook)
+            seeded = recipe.but(seed=seed)
+            run = train(workload, seeded, steps - 1, warmup=0, on_model=prepared_for_kbit)
             if not run.ok:
                 break
             curves.append(run.metrics["loss"][:steps])

@@ -34,6 +34,8 @@ class Ladder:
 
 ARTICLE, WORK, MATHEMATICS = LANES
 WORKERS = {"num_workers": 8, "persistent_workers": True}
+TWO_WORKERS = {"num_workers": 2, "persistent_workers": True, "pin_memory": True}
+TWO_WORKERS |= {"non_blocking": True}
 NO_WORKERS = {"num_workers": 0, "persistent_workers": False}
 NO_WAITS = {"logging": "ring-buffer", "optimizer": "adamw-fused"}
 CHANNELS_LAST = {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True}
@@ -72,18 +74,11 @@ A2_LADDER = Ladder(
     A2_BASE,
     Rung("bf16", ARTICLE, {}, "the plain loop, as the article starts"),
     Rung(
-        "workers",
-        WORK,
-        {"num_workers": 2, "persistent_workers": True, "pin_memory": True, "non_blocking": True},
-        "tiles are cut and copied beside the training",
-    ),
-    Rung(
         "no host waits",
         WORK,
-        {"layers": "rewritten", "logging": "ring-buffer"},
-        "the CPU computes the image tokens' places before, and training reads no loss",
+        {"layers": "rewritten", **TWO_WORKERS, **NO_WAITS},
+        "workers cut tiles and say where image tokens belong; the loop reads no loss",
     ),
-    Rung("fused optimizer", WORK, {"optimizer": "adamw-fused"}, "one kernel, all adapters"),
     Rung(
         "blocks compiled",
         WORK,
@@ -93,15 +88,8 @@ A2_LADDER = Ladder(
     Rung(
         "packed",
         MATHEMATICS,
-        {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "fused"},
-        "no padding, one shape, enough tokens for the GPU, never all of their logits at once",
-    ),
-    Rung("answers only", MATHEMATICS, {"loss": "answers"}, "most tokens predict nothing"),
-    Rung(
-        "cached features",
-        MATHEMATICS,
-        {"cache": "features"} | NO_WORKERS,
-        "the vision tower is frozen: ask it once",
+        {"shapes": "packed", "token_budget": 8192, "dynamic": "static", "loss": "answers"},
+        "no padding, one shape, enough tokens for the GPU, logits of answers only",
     ),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those

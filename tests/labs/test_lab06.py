@@ -64,11 +64,10 @@ def test_one_shape_differs_from_its_rung_in_the_rows_alone():
         name: dict(recipes[name].as_dict().items() - base.as_dict().items()).keys()
         for name in lab06_anyres.ONE_SHAPE
     }
-    assert changed["padded"] == {"shapes", "token_budget", "dynamic"}
-    assert changed["fixed"] == {"shapes", "dynamic"}
+    assert changed == {"padded": {"shapes", "token_budget", "dynamic"}}
     tiny = lab06_anyres.shape_recipes("tiny")
     assert all(recipe.compile == "off" for recipe in tiny.values())
-    assert {"padded", "fixed", "packed", "bf16"} <= tiny.keys() < recipes.keys()
+    assert {"padded", "packed", "bf16"} <= tiny.keys() < recipes.keys()
 
 
 # Seeds
@@ -77,7 +76,7 @@ def test_one_shape_differs_from_its_rung_in_the_rows_alone():
 def test_losses_are_paired_by_seed(uniform):
     recipes = {"bf16": QUICK, "again": QUICK, "no": QUICK.but(adapter="folded")}
     recipes |= {"qlora": QUICK.but(base_linear="nf4")}
-    runs = lab06_anyres.trained_on_seeds(uniform, recipes, 2, 4, {})
+    runs = lab06_anyres.trained_on_seeds(uniform, recipes, 2, 4)
     base = runs["loss bf16"].samples
     assert runs["loss again"].samples == base and len(set(base["final_loss"])) == 2
     assert min(base["loss_drop"]) > 0
