@@ -8,6 +8,7 @@ runs = trained_on_seeds(workload, {"bf16": a, "nf4": b}, seeds=4, steps=16)
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -15,9 +16,11 @@ from itertools import product
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache
+from torch.utils.data import DataLoader
 
-from labutils.labs.ladders import A2_BASE, A2_LADDER, NO_WORKERS, climb, distinct_on, in_lanes
+from labutils.labs.ladders import A2_BASE, A2_LADDER, climb, distinct_on, in_lanes
 from labutils.layers.cuda_graph import VARIANTS
 from labutils.layers.quantization.convert import forget_scales
 from labutils.profiling import compat
@@ -88,10 +91,13 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
 
 @functools.cache
 def load_libraries(device: str) -> None:
-    """Train a tiny model for a step, on a GPU compiled as well, once a process: kernels, libraries
-    and the compiler take time to load, which would else be in some method's first step."""
-    recipe = A2_BASE.but(**BLOCKS) if device == "cuda" else A2_BASE
-    train(open_workload("llava-lora", "tiny", device=device), recipe, steps=1, warmup=0)
+    """Train a tiny model for a step, and on a GPU compile a function, once a process: kernels,
+    libraries and the compiler take time to load, which would else be in some method's first
+    step."""
+    train(open_workload("llava-lora", "tiny", device=device), A2_BASE, steps=1, warmup=0)
+    if device == "cuda":
+        x = torch.ones(8, device=device, requires_grad=True)
+        torch.compile(F.gelu)(x).sum().backward()
 
 
 def side_by_side(runs: Iterable[Run]) -> pd.DataFrame:
@@ -147,19 +153,26 @@ def shape_recipes(scale: str) -> dict[str, Recipe]:
     recipes |= {name: blocks.but(**changes) for name, changes in ONE_SHAPE.items()}
     if scale != "tiny":
         return recipes
-    plain = NO_WORKERS | {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
+    plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
     return distinct_on("cpu", {name: recipe.but(**plain) for name, recipe in recipes.items()})
 
 
 def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
-    """Name -> run of `shape_recipes`, interleaved, each in its rung's lane. In each round a recipe
-    gets the same batches: images differ in length more than recipes in time."""
+    """Name -> run of `shape_recipes`, interleaved, each in its rung's lane.
+
+    In each round all get the same images, which differ in length more than recipes in time. Tiles
+    are cut beforehand and wait in memory: how data is loaded is lab 10's question.
+    """
     torch._dynamo.reset()
     recipes = shape_recipes(workload.scale)
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
     tags |= {name: {"experiment": "one shape", "form": name} for name in ONE_SHAPE}
-    few = compat.variants_limited(VARIANTS)
-    with few, Benchmark(workload, warmup=2, same_batches=True) as bench:
+    workers = 8 if workload.device.type == "cuda" else 0
+    images = workload.dataset(None, A2_BASE)
+    loader = DataLoader(images, 1, num_workers=workers, collate_fn=list)
+    cut = [copy.deepcopy(one) for (one,) in loader]  # workers share files, of which few may be open
+    options = {"same_batches": True, "dataset": lambda model, recipe: cut}
+    with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2, **options) as bench:
         runs = bench.compare(recipes, steps=4, rounds=rounds, tags=tags)
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, A2_LADDER)
 

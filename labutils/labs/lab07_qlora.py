@@ -1,9 +1,9 @@
 """Lab 07's measurements: article A3's methods, recipes of our own on packed rows, Qwen3-32B.
 
-runs = methods(workload, "long")         LoRA, QLoRA, and what comes with QLoRA
+runs = methods(workload, "long", folder)  LoRA, QLoRA, and what comes with QLoRA
 with Benchmark(workload, same_batches=True) as bench:
-    runs = rungs(bench, PACKED)          weights in 16 and in 4 bits on the same packed rows
-runs = large(workload, folder)           Qwen3-32B, a few steps
+    runs = rungs(bench, PACKED)           weights in 16 and in 4 bits on the same packed rows
+runs = large(workload, folder)            Qwen3-32B, a few steps
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import Benchmark
+from labutils.training.benchmark import ROUNDS
 from labutils.training.free_memory import make_room
 from labutils.training.model_edits import prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.unsloth_run import Job
@@ -40,12 +41,13 @@ METHODS: dict[str, dict[str, tuple[Recipe, dict[str, Any]]]] = {
         ),
         "qlora": (QLORA, {"method": "qlora"}),
     },
-    "short": {
-        "qlora": (QLORA, {"method": "qlora"}),
-        "qlora, batch 1": (QLORA.but(micro_batch=1), {"method": "qlora", "batch": 1}),
-    },
+    "short": {"qlora": (QLORA, {"method": "qlora"})},
 }
 """Texts -> name -> recipe, and the tags that its run has beside the texts."""
+TRACED = {"long": ("lora, checkpointed", "qlora"), "short": ("qlora",)}
+"""Texts -> the methods that are traced on a GPU: what kernels take tells what the host does."""
+FEW_ROUNDS = 5
+"""Rounds where a step takes half a second or longer."""
 
 LOOP = {"driver": "eager", "logging": "ring-buffer", "non_blocking": True}
 ROWS = {"shapes": "packed", "token_budget": 4096, "micro_batch": 1}
@@ -68,26 +70,38 @@ UNSLOTH = {
 """Name -> texts, recipe, further tags. It is timed on the batches and rows of the others."""
 
 
-def methods(workload: Workload, texts: str) -> dict[str, Run]:
+def methods(workload: Workload, texts: str, folder: Path) -> dict[str, Run]:
     """Name -> run of `METHODS` on these texts, interleaved; QLoRA's with `memory_share`, its peak
-    over LoRA's."""
+    over LoRA's. Traces go to `folder`."""
     recipes = {name: recipe for name, (recipe, _) in METHODS[texts].items()}
     shared = {"experiment": "methods", "texts": texts}
     tags = {name: shared | more for name, (_, more) in METHODS[texts].items()}
     make_room(workload)
     with Benchmark(workload, WARM_UP, same_batches=True, on_model=prepared_for_kbit) as bench:
-        runs = bench.compare(recipes, 1, tags=tags)
+        runs = bench.compare(recipes, 1, min(FEW_ROUNDS, ROUNDS[workload.scale]), tags)
+        for name in TRACED[texts] if workload.device.type == "cuda" else ():
+            trace_into(runs[name], bench, folder / texts)
     peaks = {name: run.metric("peak_allocated_gb") for name, run in runs.items()}
     if peaks.get("lora") and peaks["qlora"]:
         runs["qlora"].metrics["memory_share"] = peaks["qlora"] / peaks["lora"]
     return _rated(runs, workload)
 
 
-def rungs(bench: Benchmark, recipes: Mapping[str, Recipe]) -> dict[str, Run]:
+def trace_into(run: Run, bench: Benchmark, folder: Path, steps: int = 1) -> None:
+    """Trace the steps that were timed of a run once more, and add what the trace says."""
+    if run.ok:
+        trace = bench.profile(run.run, folder / run.run.replace(" ", "-"), steps)
+        run.metrics |= trace.metrics(run.metric("step_ms"), run.metric("data_ms"))
+        run.metrics["kernel_categories"] = trace.categories()
+
+
+def rungs(
+    bench: Benchmark, recipes: Mapping[str, Recipe], rounds: int | None = None
+) -> dict[str, Run]:
     """Name -> run of recipes on packed rows, interleaved. Their first steps are not on record:
     unsloth loads meanwhile."""
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
-    runs = bench.compare(recipes, 1, tags=tags)
+    runs = bench.compare(recipes, 1, rounds, tags)
     for run in runs.values():
         run.metrics.pop("first_step_s", None)
     return _rated(runs, bench.workload)
@@ -124,9 +138,8 @@ def large(workload: Workload, folder: Path) -> dict[str, Run]:
     """Name -> run of QLoRA and LoRA with checkpointing on a large model, the same two batches timed
     of each.
 
-    The first step, which sets the peak of memory, has a text of full length. What QLoRA's
-    kernels do is seen in the two steps once more, under the profiler; `examples_per_h` counts
-    those of the timed steps.
+    The first step, which sets the peak of memory, has a text of full length. The two steps are
+    taken once more under the profiler; `examples_per_h` counts those of the timed steps.
     """
     runs = {}
     for name, recipe in {"qlora": QLORA, "lora": CHECKPOINTED}.items():
@@ -137,9 +150,7 @@ def large(workload: Workload, folder: Path) -> dict[str, Run]:
             run.tags = {"experiment": "qwen3-32b", "method": name, "checkpointing": "blocks"}
             if run.ok:
                 run.metrics["examples_per_h"] = 3600 * run.metric("examples_per_s")
-            if run.ok and name == "qlora":
-                trace = bench.profile(name, folder, steps=2)
-                run.metrics |= trace.metrics(run.metric("step_ms"))
+            trace_into(run, bench, folder, steps=2)
     return runs
 
 

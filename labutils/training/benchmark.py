@@ -44,9 +44,8 @@ ROUND_MS = {"tiny": 100, "small": 400, "full": 400}
 """A round lasts at least this long: a handful of 25 ms steps can't tell noise from drift."""
 SETTLE_MS = 100
 """A recipe runs at least this long on a GPU before it is timed."""
-LONG_MS = 5 * SETTLE_MS
-"""A step of this length needs no settling, which would take as long again. In lab 06's table steps
-at batch 16, which didn't settle, took 1.99 times as long as at batch 8, where they did."""
+LONG_MS = 50 * SETTLE_MS
+"""A step of this length needs no settling, which would take as long again."""
 WATCH_MS = 2000
 """Utilisation is watched at least this long: the driver renews it a few times a second only."""
 TRIES = 3

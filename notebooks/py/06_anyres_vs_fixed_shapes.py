@@ -503,7 +503,7 @@ uniform.release_weights()
 recipes = lab06_anyres.shape_recipes(lab.scale)
 shaped = lab.measured_together(
     recipes | {"bf16 again": recipes["bf16"]},
-    partial(lab06_anyres.any_shape, varied, 2 if tiny else 3),
+    partial(lab06_anyres.any_shape, varied, 2 if tiny else 4),
 )
 columns = ("ms_per_1k_tokens", "step_ms", "floor_ms", "examples_per_s", "useful_tokens_per_s")
 columns += ("useful_tokens", "peak_allocated_gb")
@@ -839,10 +839,10 @@ lab.predict("spread of the loss over seeds", my_spread, "%")
 
 # %%
 start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2)
-start = start.but(learning_rate=6e-5 if on_gpu else 2e-3)
+start = start.but(learning_rate=6e-5 if lab.weights == "hub" else 2e-3)
 trainings = {"bf16": start, "qlora": start.but(base_linear="nf4")}
 trainings |= {"fixed": start.but(shapes="fixed"), "fp8-te": start.but(base_linear="fp8-te")}
-scale_of_losses = lab.scale if lab.weights == "hub" or tiny else "small"
+scale_of_losses = lab.scale if lab.weights == "hub" else "tiny"
 learning = open_workload("llava-lora", scale_of_losses, lab.weights, lab.data, lab.device)
 seeds, steps = (2, 4) if tiny else (3, 10)
 by_seed = lab.measured_together(

@@ -44,6 +44,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated texts with the datasets' lengths; hub: the real datasets
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
+qwen3_32b: bool = False  # measure Qwen3-32B as well: a minute and a half of a GPU of 96 GB
 
 # %%
 from labutils.course.lab import open_lab
@@ -57,6 +58,7 @@ import warnings
 from collections import Counter
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 import torch.nn.functional as F
 import transformers
@@ -466,10 +468,12 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %%
 with Benchmark(texts["long"], same_batches=True) as bench:
-    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED)
-    trace = bench.profile("packed, 4 bits", traces, steps=1)
+    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED, 2 if lab.scale == "tiny" else 5)
+    traced = [bench.profile(name, traces / name, steps=1) for name in lab07_qlora.PACKED]
+for run, trace in zip(pair.values(), traced, strict=False):  # "packed again" has none
+    run.metrics |= trace.metrics(run.metric("step_ms"))
 climbed = lab.keep(pair, lane="same mathematics")
-columns = ("step_ms", "speed-up", "floor_ms", "peak_allocated_gb")
+columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb")
 lab.show(climbed, columns, experiment="ladder", rung=tuple(lab07_qlora.PACKED))
 
 # %%
@@ -477,15 +481,18 @@ llava = lab.workload("llava-lora")
 recipe = A2_BASE.but(checkpointing="blocks", base_linear="nf4")
 with Trainer(llava, recipe, on_model=prepared_for_kbit) as trainer:
     llava_trace = profile(trainer, 1, traces, with_stack=False)
-kernels = [lab07_qlora.restoring_kernels_ms(one) for one in (trace, llava_trace)]
+restoring = [lab07_qlora.restoring_kernels_ms(one) for one in (traced[1], llava_trace)]
 llava.release_weights()
 n, n_llava = map(lab07_qlora.frozen_weights, (texts["long"], llava))
-ms = [climbed[name].metric("step_ms") for name in lab07_qlora.PACKED]
-longer = ms[1] - ms[0] if all(ms) else None
+pair = [climbed[name] for name in lab07_qlora.PACKED]
+longer = {}
+for metric in ("kernels_ms", "step_ms"):
+    plain, four_bits = (run.metric(metric) for run in pair)
+    longer[metric] = four_bits - plain if plain and four_bits else None
 lab.table(
-    ("4 bits cost, ms a step", "by the formula", "its kernels", "the whole step"),
-    ("Qwen3, packed, 2 uses", restoring_ms(n, 2), kernels[0], longer),
-    ("LLaVA, batch 1, 3 uses", restoring_ms(n_llava, 3), kernels[1], None),
+    ("4 bits cost, ms a step", "by the formula", "restoring", "all kernels", "the whole step"),
+    ("Qwen3, packed, 2 uses", restoring_ms(n, 2), restoring[0], *longer.values()),
+    ("LLaVA, batch 1, 3 uses", restoring_ms(n_llava, 3), restoring[1], None, None),
 )
 
 # %%
@@ -558,10 +565,27 @@ my_qlora: float | None = None  # for example 20
 lab.predict("QLoRA's step on long texts, longer by", my_qlora, "%")
 
 # %%
-by_texts = {length: lab.keep(lab07_qlora.methods(texts[length], length)) for length in texts}
-columns = ("step_ms", "speed-up", "floor_ms", "peak_allocated_gb", "useful_tokens_per_s")
+by_texts = {
+    length: lab.keep(lab07_qlora.methods(texts[length], length, traces)) for length in texts
+}
+columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb")
 lab.show(by_texts["long"], columns, experiment="methods", texts="long", method=("lora", "qlora"))
 lab.verdict("A3.qlora.slower", "A3.checkpointing.slower", "A3.offload.memory")
+
+# %% [markdown]
+# Kernels of the two steps with checkpoints, by kind:
+
+# %%
+long = {"experiment": "methods", "texts": "long"}
+found = Runs(by_texts["long"].values()) if on_gpu else lab.references(**long)
+kinds = {}
+for name, tags in {
+    "LoRA": {"method": "lora", "checkpointing": "blocks"},
+    "QLoRA": {"method": "qlora"},
+}.items():
+    by_kind = found.one(**long, **tags).metrics.get("kernel_categories", {})
+    kinds[f"{name}, ms"] = {kind: of["ms"] for kind, of in by_kind.items()}
+lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
 # Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 577 ms. Checkpoints made 355 of
@@ -667,7 +691,8 @@ with lab.attempt("unsloth", experiment="methods", method="unsloth", texts="long"
 # %%
 unsloths = by_texts.get("unsloth", {})
 usual = [by_texts["long"]["qlora"], *by_texts["short"].values()]
-columns = ("first_step_s", "step_ms", "floor_ms", "useful_tokens_per_s", "peak_allocated_gb")
+columns = ("first_step_s", "step_ms", "floor_ms", "gpu_busy", "useful_tokens_per_s")
+columns += ("peak_allocated_gb",)
 lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("qlora", "unsloth"))
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
@@ -782,10 +807,12 @@ lab.predict("Qwen3-32B, QLoRA at batch 4", my_32b, "GB")
 
 # %%
 bench.close()  # to give its memory back
-big = lab.workload("qwen3-32b-lora-long")
-larger = lab.keep(lab07_qlora.large(big, traces / "32b"))
-columns = ("step_ms", "floor_ms", "peak_allocated_gb", "gpu_busy", "examples_per_h")
-lab.show(larger, columns, experiment="qwen3-32b")
+larger = {}
+if qwen3_32b:
+    big = lab.workload("qwen3-32b-lora-long")
+    larger = lab.keep(lab07_qlora.large(big, traces / "32b"))
+columns = ("step_ms", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb", "examples_per_h")
+lab.show([*larger.values()] or lab.references(experiment="qwen3-32b"), columns)
 
 # %% [markdown]
 # With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums above gave 43 to 48 for

@@ -79,16 +79,24 @@ def test_the_courses_qlora_is_its_users(texts):
         torch.testing.assert_close(mine, users(input_ids=ids, labels=ids).loss, rtol=1e-3, atol=0)
 
 
-def test_methods_and_rungs_are_timed_on_the_same_batches(texts):
-    runs = lab07_qlora.methods(texts["short"], "short")
+def test_methods_and_rungs_are_timed_on_the_same_batches(texts, tmp_path):
+    runs = lab07_qlora.methods(texts["long"], "long", tmp_path)
     assert all(run.ok for run in runs.values()), [run.status for run in runs.values()]
-    assert runs["qlora again"].tags["again"] and runs["qlora, batch 1"].tags["batch"] == 1
+    assert runs["lora again"].tags["again"] and runs["lora again"].lane == runs["lora"].lane
     assert "ms_per_1k_useful_tokens" in runs["qlora"].metrics
     with Benchmark(texts["long"], same_batches=True) as bench:
         climbed = lab07_qlora.rungs(bench, PACKED | ON_A_CPU)
     assert all(run.ok for run in climbed.values()), [run.status for run in climbed.values()]
     tokens = [run.samples["tokens"] for run in climbed.values()]
     assert all(one == tokens[0] for one in tokens)
+
+
+def test_the_large_models_steps_are_timed_and_traced(texts, tmp_path):
+    runs = lab07_qlora.large(texts["long"], tmp_path)
+    assert list(runs) == ["qlora", "lora"] and all(run.ok for run in runs.values())
+    for run in runs.values():
+        assert run.metric("examples_per_h") > 0 and run.metric("traced_steps") == 2
+        assert {"ms", "count"} <= run.metrics["kernel_categories"]["GEMM"].keys()
 
 
 def test_restoring_is_found_in_a_trace(texts, tmp_path):
