@@ -168,8 +168,7 @@ def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
     tags |= {name: {"experiment": "one shape", "form": name} for name in ONE_SHAPE}
     workers = 8 if workload.device.type == "cuda" else 0
-    images = workload.dataset(None, A2_BASE)
-    loader = DataLoader(images, 1, num_workers=workers, collate_fn=list)
+    loader = DataLoader(workload.dataset(None, A2_BASE), 1, num_workers=workers, collate_fn=list)
     cut = [copy.deepcopy(one) for (one,) in loader]  # workers share files, of which few may be open
     options = {"same_batches": True, "dataset": lambda model, recipe: cut}
     with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2, **options) as bench:
@@ -181,10 +180,7 @@ def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
 
 
 def trained_on_seeds(
-    workload: Workload,
-    recipes: Mapping[str, Recipe],
-    seeds: int,
-    steps: int,
+    workload: Workload, recipes: Mapping[str, Recipe], seeds: int, steps: int
 ) -> dict[str, Run]:
     """Name -> run of trainings from scratch on `seeds` seeds. A seed draws frozen weights, adapters
     and the order of the examples, the same for all recipes: their losses can be paired, step by

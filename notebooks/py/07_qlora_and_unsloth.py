@@ -34,10 +34,10 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 141 GB | 9 minutes |
+# | `full` | a GPU of 141 GB | 6 minutes; Qwen3-32B, 2 more |
 #
-# At `full` the models are Qwen3-8B and Qwen3-32B, at `small` Qwen3-0.6B. Weights are random unless you set `weights = "hub"`:
-# time and memory are the real model's. A CPU has no speed of a GPU to show, and no unsloth.
+# At `full` the model is Qwen3-8B, at `small` Qwen3-0.6B; the parameter `qwen3_32b` adds Qwen3-32B. Weights are random unless you
+# set `weights = "hub"`: time and memory are the real model's. A CPU has no speed of a GPU to show, and no unsloth.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -73,7 +73,7 @@ from labutils.layers.cuda_graph import compile_from_nothing
 from labutils.profiling.machine import usable_cores
 from labutils.profiling.trace import profile
 from labutils.results.effects import effect
-from labutils.results.records import Run, Runs
+from labutils.results.records import Run, Runs, reference_runs
 from labutils.training import Benchmark, Trainer
 from labutils.training.model_edits import prepared_for_kbit
 from labutils.training.unsloth_run import train_with_unsloth
@@ -160,8 +160,8 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# The errors leave out the outlier's own row, 1,024 numbers. The claim says that all other codes become 0, or nearly so. At 100
-# sigma it is 31 %; all would take about 1,270. The verdict only asks for more than without an outlier.
+# The claim says that all other codes become 0, or nearly so. At 100 sigma it is 31 %; all would take about 1,270. The verdict only
+# asks for more than without an outlier.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -340,7 +340,7 @@ print(f"The layer is {difference:.2%} off the product with its restored weight."
 # Nothing is multiplied in 4 bits. The weight is restored to 16 bits before each product: in the forward pass, in the backward
 # pass, and in the forward pass that a checkpoint repeats.
 #
-# Users rarely write the loop. Here are a few lines of ours, and then TRL's trainer on the same batch.
+# A few lines of ours, then TRL's trainer on the same batch:
 
 # %%
 tokens = torch.randint(2, 1024, (4, 64), device=lab.device)
@@ -453,7 +453,7 @@ host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
-# **Prediction.** On packed rows of 4,096 tokens the H200 takes 397 ms a step with 16-bit weights. By how many percent is it longer
+# **Prediction.** On packed rows of 4,096 tokens the H200 takes 395 ms a step with 16-bit weights. How many percent longer is it
 # with 4 bits?
 
 # %%
@@ -463,8 +463,8 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
 # **Measurement.** Two recipes take the same packed rows, and differ in the format of the frozen weights alone
-# (`lab07_qlora.PACKED`). A trace of the second one gives the sum of the kernels that restore weights. So does a trace of lab
-# 06's QLoRA, whose checkpoints use each weight once more.
+# (`lab07_qlora.PACKED`). A trace of each gives the sum of its kernels, and of those that restore weights. So does one of lab 06's
+# QLoRA, whose checkpoints use each weight again.
 
 # %%
 with Benchmark(texts["long"], same_batches=True) as bench:
@@ -502,14 +502,14 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 4 bits made the step 56 ms longer, 14 %; by the interval 25 to 70 ms. The kernels that restore weights take 17. The
-# formula says 16. What takes the rest, 8 to 53 ms, is not known. The host is a suspect: 504 launches at 176 µs would be 89 ms. Lab
-# 06's step was probably 315 ms longer: kernels make 27 of them, launches perhaps 118, the rest is open.
+# On the H200 4 bits made the step 20 ms longer, 5 %. All kernels together take 17 ms more, and those that restore weights take 17.
+# The formula says 16. The other 3 ms are gaps. The host needs some 100 µs more for each of 504 layers, but the GPU is busy for 94 %
+# of the step, so most of that is hidden. Beside a slower host 4 bits took 25 to 70 ms more: there launches came on top.
 #
 # There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
 # float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
 #
-# **Takeaway.** Bytes over the kernel's rate give the cost of restoring: here 16 ms, of 56 in all.
+# **Takeaway.** Bytes over the kernel's rate give the cost of restoring: 16 ms here.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -588,14 +588,15 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 577 ms. Checkpoints made 355 of
-# them. Restoring weights three times makes 24, by section 4's formula. The other 198 are not taken apart. With checkpoints in both
-# it is 17 %. Suspects are the host, and float32, which PEFT's preparation makes blocks hand on. Against both works that PEFT's
-# 4-bit layer saves casts (section 4).
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 575 ms. Checkpoints made 357 of
+# them. Of the other 218 the kernels make 178: elementwise ones take 121 ms more and casts 33, since PEFT's preparation makes blocks
+# hand on float32. Restoring weights takes 26, most of *other*. The last 40 are gaps. So the format itself is a small part of what
+# QLoRA costs.
 #
-# QLoRA saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10
-# GB. By count PEFT's float32 takes some 5 back: in embedding and head, and in checkpoints. Offloading took no more time than
-# checkpoints, and saved 2.3 of their 34.1 GB: here *logits*, 152 thousand for each token, set the peak.
+# With checkpoints in both, QLoRA takes 17 % longer. It saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4
+# more. In section 4 the format alone saved 10 GB. By count PEFT's float32 takes some 5 back: in embedding and head, and in
+# checkpoints. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here *logits*, 152 thousand for each
+# token, set the peak.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -698,9 +699,8 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
 # **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA. On
-# short texts it is worth two in memory, and probably near three in time: QLoRA's readings were 981 and 838 ms. At batch 1 it took
-# 834: tokens hardly set that step, and launches are the suspect. By either reading unsloth gains more on short texts, against the
-# article. Packed rows made it 1.6 times as fast again.
+# short texts it is worth two in memory, and probably more than two in time. There QLoRA's kernels take 208 of some 900 ms: the host
+# sets the pace, readings are noisy, and whether unsloth gains less is open. Packed rows made it 1.6 times as fast again.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -783,10 +783,10 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. On the H200 plain PyTorch probably took less time a token than unsloth: 7 %, between two processes.
-# It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36 inputs, 1.2 GB.
-# FP8 stands apart: it also rounds activations and gradients. With 40 GB to spend, *blocks compiled* in 16 bits trains 37 % more
-# tokens.
+# Up and to the left is better. On the H200 plain PyTorch took less time a token than unsloth: 6 %, by the interval 4 to 29, between
+# two processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36
+# inputs, 1.2 GB. FP8 stands apart: it also rounds activations and gradients. With 40 GB to spend, *blocks compiled* in 16 bits
+# trains 36 % more tokens.
 #
 # **Takeaway.** On the same rows plain PyTorch reaches unsloth's speed. 1.5 GB remain.
 
@@ -812,13 +812,14 @@ if qwen3_32b:
     big = lab.workload("qwen3-32b-lora-long")
     larger = lab.keep(lab07_qlora.large(big, traces / "32b"))
 columns = ("step_ms", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb", "examples_per_h")
-lab.show([*larger.values()] or lab.references(experiment="qwen3-32b"), columns)
+on_record = reference_runs("07").select(experiment="qwen3-32b").of_newest_host().newest()
+lab.show([*larger.values()] or on_record, columns)
 
 # %% [markdown]
 # With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums above gave 43 to 48 for
-# QLoRA. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 back. QLoRA's step took 19 % longer on the same
-# texts, measured once. Section 4's formula gives restoring 107 of these 806 ms. On record its kernels alone take 4,867 ms, longer
-# than LoRA's whole step of 4,307. So 560 or more of the 806 are the kernels', not the host's. Float32 is a suspect.
+# QLoRA. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 back. QLoRA's kernels take 615 ms longer on the
+# same texts: elementwise ones 382, casts 149, restoring 111, products less. Section 4's formula gives restoring 107. The rest of
+# the step is the host's: LoRA's GPU is busy for 98 % of it, QLoRA's for 77 %. Beside a faster host QLoRA's step took 5.1 s.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 
@@ -1018,4 +1019,4 @@ exact_here = {
     "exact titles after fine-tuning": exact(said["title"], "title"),
 }
 measured = truths(Runs([*here, *larger.values()])) if lab.device == "cuda" else {}
-lab.done(exact_here | measured, truths(lab.references()))
+lab.done(exact_here | measured, truths(Runs([*lab.references(), *on_record])))
