@@ -160,8 +160,8 @@ def shape_recipes(scale: str) -> dict[str, Recipe]:
 def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
     """Name -> run of `shape_recipes`, interleaved, each in its rung's lane.
 
-    In each round all get the same images, which differ in length more than recipes in time. Tiles
-    are cut beforehand and wait in memory: how data is loaded is lab 10's question.
+    A recipe gets the same images in each round, which differ in length more than recipes in time.
+    Tiles are cut beforehand and wait in memory: how data is loaded is lab 10's question.
     """
     torch._dynamo.reset()
     recipes = shape_recipes(workload.scale)

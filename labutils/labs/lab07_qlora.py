@@ -68,6 +68,9 @@ UNSLOTH = {
     "unsloth, packed": ("long", A3_BASE.but(base_linear="nf4", **LOOP, **ROWS), {"rows": "packed"}),
 }
 """Name -> texts, recipe, further tags. It is timed on the batches and rows of the others."""
+STEPS = {"long": 1, "short": 2, "packed": 3}
+"""Texts, or rows -> batches timed a round: so many that a benchmark adds none to fill the round,
+which it would for a fast recipe of one process and not for a slow one of another."""
 
 
 def methods(workload: Workload, texts: str, folder: Path) -> dict[str, Run]:
@@ -78,7 +81,8 @@ def methods(workload: Workload, texts: str, folder: Path) -> dict[str, Run]:
     tags = {name: shared | more for name, (_, more) in METHODS[texts].items()}
     make_room(workload)
     with Benchmark(workload, WARM_UP, same_batches=True, on_model=prepared_for_kbit) as bench:
-        runs = bench.compare(recipes, 1, min(FEW_ROUNDS, ROUNDS[workload.scale]), tags)
+        rounds = min(FEW_ROUNDS, ROUNDS[workload.scale])
+        runs = bench.compare(recipes, STEPS[texts], rounds, tags)
         for name in TRACED[texts] if workload.device.type == "cuda" else ():
             trace_into(runs[name], bench, folder / texts)
     peaks = {name: run.metric("peak_allocated_gb") for name, run in runs.items()}
@@ -95,13 +99,11 @@ def trace_into(run: Run, bench: Benchmark, folder: Path, steps: int = 1) -> None
         run.metrics["kernel_categories"] = trace.categories()
 
 
-def rungs(
-    bench: Benchmark, recipes: Mapping[str, Recipe], rounds: int | None = None
-) -> dict[str, Run]:
+def rungs(bench: Benchmark, recipes: Mapping[str, Recipe], rounds: int = 0) -> dict[str, Run]:
     """Name -> run of recipes on packed rows, interleaved. Their first steps are not on record:
-    unsloth loads meanwhile."""
+    unsloth loads meanwhile. rounds: 0: as many as in any comparison."""
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
-    runs = bench.compare(recipes, 1, rounds, tags)
+    runs = bench.compare(recipes, STEPS["packed"], rounds, tags)
     for run in runs.values():
         run.metrics.pop("first_step_s", None)
     return _rated(runs, bench.workload)
@@ -113,11 +115,11 @@ def _rated(runs: Mapping[str, Run], workload: Workload) -> dict[str, Run]:
 
 def unsloth_jobs(workloads: Mapping[str, Workload]) -> dict[str, Job]:
     """Name -> job of each of `UNSLOTH`."""
-    shared = {"experiment": "methods", "method": "unsloth"}
-    return {
-        name: Job(workloads[texts], recipe, WARM_UP, shared | {"texts": texts} | more)
-        for name, (texts, recipe, more) in UNSLOTH.items()
-    }
+    jobs = {}
+    for name, (texts, recipe, more) in UNSLOTH.items():
+        tags = {"experiment": "methods", "method": "unsloth", "texts": texts} | more
+        jobs[name] = Job(workloads[texts], recipe, WARM_UP, STEPS[more.get("rows", texts)], tags)
+    return jobs
 
 
 def frozen_weights(workload: Workload) -> int:
@@ -136,7 +138,7 @@ def restoring_kernels_ms(trace: Trace) -> float:
 
 def large(workload: Workload, folder: Path) -> dict[str, Run]:
     """Name -> run of QLoRA and LoRA with checkpointing on a large model, the same two batches timed
-    of each.
+    of each, twice.
 
     The first step, which sets the peak of memory, has a text of full length. The two steps are
     taken once more under the profiler; `examples_per_h` counts those of the timed steps.
@@ -146,7 +148,7 @@ def large(workload: Workload, folder: Path) -> dict[str, Run]:
         make_room(workload)
         options = {"same_batches": True, "on_model": prepared_for_kbit}
         with Benchmark(workload, warmup=0, **options) as bench:
-            run = runs[name] = bench.compare({name: recipe}, steps=2, rounds=1)[name]
+            run = runs[name] = bench.compare({name: recipe}, steps=2, rounds=2)[name]
             run.tags = {"experiment": "qwen3-32b", "method": name, "checkpointing": "blocks"}
             if run.ok:
                 run.metrics["examples_per_h"] = 3600 * run.metric("examples_per_s")

@@ -196,7 +196,8 @@ def _conclude(claim: Claim, verdict: str, changes: dict[str, Effect], why: str =
     judgement = Judgement(claim, verdict, "; ".join(here), why, changes)
     if judgement.unsteady:
         larger = verdict != INCONCLUSIVE and all(one.direction for one in changes.values())
-        why = f"Unsteady machine: no time decides{', though the change is larger' * larger}. {why}"
+        though = ", though the change is larger than the noise" * larger
+        why = f"Unsteady machine: no time decides{though}. {why}"
         return replace(judgement, verdict=INCONCLUSIVE, why=why)
     return judgement
 

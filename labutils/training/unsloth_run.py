@@ -1,7 +1,7 @@
 """unsloth in a process of its own: importing it patches transformers, PEFT and TRL for whatever
 runs beside it.
 
-    jobs = {"unsloth": Job(workload, recipe, warmup=3, tags=tags)}
+    jobs = {"unsloth": Job(workload, recipe, warmup=3, steps=1, tags=tags)}
     runs = train_with_unsloth(jobs, load, logs, meanwhile)
 
 The child loads the same weights from a folder by `load`, a function that the notebook shows, and
@@ -59,12 +59,13 @@ Load = Callable[[str], nn.Module]
 
 
 class Job(NamedTuple):
-    """One run: a language workload, a recipe, the steps between the first and those timed, and the
-    run's `tags`. All jobs train one model, the one that was loaded."""
+    """One run: a language workload, a recipe, the steps between the first and those timed, how many
+    are timed a round, and the run's `tags`. All jobs train one model, the one that was loaded."""
 
     workload: LanguageLora
     recipe: Recipe
     warmup: int
+    steps: int
     tags: dict[str, Any]
 
 
@@ -95,8 +96,8 @@ def train_with_unsloth(
     order = {"model": first.size.hub, "load": [load.__name__, inspect.getsource(load)], "jobs": {}}
     for name, job in jobs.items():
         opened_as = job.workload.opened_as() | {"device": first.device.type}
-        recipe = job.recipe.as_dict()
-        order["jobs"][name] = {"workload": opened_as, "recipe": recipe, "warmup": job.warmup}
+        how = {"recipe": job.recipe.as_dict(), "warmup": job.warmup, "steps": job.steps}
+        order["jobs"][name] = how | {"workload": opened_as}
     roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM
     passing = {"prefix": "labutils-unsloth-", "ignore_cleanup_errors": True}
     with (
@@ -174,7 +175,7 @@ def _main() -> None:
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
         with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
-            run = bench.compare({name: recipe}, 1)[name]
+            run = bench.compare({name: recipe}, job["steps"])[name]
             if run.ok and (peak := cuda.peak_memory()):
                 run.metrics["peak_allocated_gb"] = peak[0]
         if place > 0:

@@ -263,7 +263,8 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You measure
-# batch 4; the parameter `batches` replaces it. A CPU measures batch 1.
+# batch 4; the parameter `batches` replaces it. A CPU measures batch 1. Step times are medians, rates cover all steps, speed-ups
+# compare round by round: columns needn't divide.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -299,9 +300,9 @@ plt.show()
 
 # %% [markdown]
 # - **Time:** One of BF16's six steps took 3.0 s here, the others 1.9. So BF16 differs from itself by over 3 %, the course's limit,
-#   and the verdicts on time are open. On our H200s, from batch 4 on, *fixed* takes 44 to 48 % of BF16's time, but trains 9 to 16 %
-#   fewer useful tokens a second. *compile* saves 23 to 30 %, *fp8-te* 11 to 19 %, *qlora* costs 11 to 18 %. From batch 8 on that is
-#   one step of each.
+#   and the verdicts on time are open. In these tables, from batch 4 on, *fixed* takes 44 to 46 % of BF16's time, but trains 9 to 10
+#   % fewer useful tokens a second. *compile* saves 26 to 30 %, *fp8-te* 13 to 19 %, *qlora* costs 11 to 17 %. From batch 8 on that
+#   is one step of each.
 # - **Memory:** At batch 4 QLoRA takes 16.9 GB and BF16 23.3. At batch 24 QLoRA takes 20 % more, as in the article.
 # - **Crossing:** batch 11 by these lines, 13 by formula.
 #
@@ -404,7 +405,7 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Dynamo alone counts, on the smallest model, so the counts are the same on every machine.
+# Dynamo alone counts, on the smallest model, so the counts are the same on every machine; `tiny` stops after three steps.
 
 # %%
 small = {
@@ -423,8 +424,8 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# The article's images all have one number of tokens. So their size caused none of the 11 recompilations; `TORCH_LOGS=recompiles`
-# shows what did. Varied images add 8: the published model still recompiled in step 6.
+# The article's images all have one number of tokens. So their size caused none of the 11 recompilations. What did isn't measured;
+# `TORCH_LOGS=recompiles` prints it. Varied images add 8: the published model still recompiled in step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on, in six steps of varied
 # images.
@@ -435,9 +436,9 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # **Question.** The article's step got 47 to 53 % shorter. Which part is due to constant shapes?
 #
 # **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. Small squares need less
-# computing. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a
-# layer, channel and pair of tokens, half of which is masked. The tower only runs forward: 577 tokens per tile, one of them the
-# class token, 23 layers of $12 \cdot 1024^2$ weights.
+# computing. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a layer,
+# channel and pair of tokens, half of which is masked. The tower only runs forward: 577 tokens per tile, one of them the class
+# token, 23 layers of $12 \cdot 1024^2$ weights. Blocks that are computed again aren't counted.
 
 
 # %%
@@ -492,11 +493,10 @@ lab.table(sums(Runs([*seen, *on_record])))
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s some 4 are left from batch 4
-# on.
+# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s some 4 are left.
 #
-# Now images stay. Rows are as long as they come (*blocks compiled*) or padded to one length (*padded*). Both get the same images,
-# whose tiles were cut before. Unlike in section 3 activations stay. Compare ms for 1,000 computed tokens.
+# Now images stay, of any shape, one a step. Rows are as long as they come (*blocks compiled*) or padded to one length (*padded*).
+# Both get the same images, cut before; activations stay. Compare ms for 1,000 computed tokens.
 
 # %%
 uniform.release_weights()
@@ -516,7 +516,7 @@ lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 # Padded rows took 8 % less a computed token on the H200, by the interval 6 to 20. That is within BF16's noise, and rows half as
 # long again spread fixed costs. It stays open.
 #
-# Other fixed sizes cost more. If time follows FLOPs, by this much:
+# Other fixed sizes, if time follows FLOPs:
 
 # %%
 whole = step_flops(image_tokens(672, 672) + 14, 5)  # with 14 tokens of text
@@ -525,8 +525,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Compiling and fewer tokens make most of the article's half; 1 to 13 points are left. Compute what each change must
-# give.
+# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half; 1 to 13 points are left. Compute
+# what each change must give.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -618,12 +618,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The verdict sets *blocks compiled* against *padded*. Packed, AnyRes computes 1,000 tokens in 61 ms, 4 % less than padded rows of
-# one length take. But a packed step has four times as many tokens. It takes 59 GB, where *blocks compiled* takes 27, and its
-# gradient is that of a larger batch. The ladder's ms are medians, its rates cover all steps, its ratios pair rounds.
+# The verdict sets *blocks compiled* against *padded*. Packed, AnyRes computes 1,000 tokens in 61 ms, 4 % less than *padded*; fewer
+# logits may be a part. A packed step has four times as many tokens, of other images. It takes 59 GB, where *blocks compiled* takes
+# 27, and its gradient is that of a larger batch.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
-# +13 %. No single rung lies beyond that noise. The host sets BF16's pace here, and hosts are noisy; packed rows repeat within 2 %.
+# +13 %. Compiling saves 31 %, at the edge of that noise.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -797,10 +797,9 @@ steps = model = None
 # %% [markdown]
 # Not fully: *transposes dropped* leaves one byte per parameter between steps, within a step both copies exist. Lab 05's
 # *fp8-frozen* holds one, and transposes a layer only while it is used. QLoRA needs less: on record, at batch 1, section 3's model
-# took 8.1 GB with it, 10.4 with *fp8-frozen*. To measure that, set `batches` to 1 and `more` to fp8-frozen. On a CPU *BF16* is
-# float32, and FP8 is emulated.
+# took 8.1 GB with it, 10.4 with *fp8-frozen*. On a CPU *BF16* is float32, and FP8 is emulated.
 #
-# FP8 was probably slower here, and faster in section 3, where a step has six times as many tokens.
+# FP8 was probably slower here. In section 3 *fp8-te* was faster from batch 4 on, where a step has six times as many tokens.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -860,8 +859,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 
 # %% [markdown]
 # With random weights the `tiny` model trains, ten steps as in the article. BF16 ended at 6.25 to 6.49 on the H200: its seeds lie
-# 3.8 % apart. Seed by seed each method ends within 0.12 % of it, now above and now below. Unpaired, a difference of 2 % would say
-# nothing; paired, there is none. Random weights can't judge the article's +14 %.
+# 3.8 % apart, which hides 2 %. Here a seed also draws the frozen weights, unlike in fine-tuning. Seed by seed each method ends
+# within 0.12 % of BF16, now above and now below. So small a random model can judge none of the article's numbers.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 

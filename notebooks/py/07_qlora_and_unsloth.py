@@ -34,7 +34,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 141 GB | 6 minutes; Qwen3-32B, 2 more |
+# | `full` | a GPU of 141 GB | 6 minutes; Qwen3-32B, 1.5 more |
 #
 # At `full` the model is Qwen3-8B, at `small` Qwen3-0.6B; the parameter `qwen3_32b` adds Qwen3-32B. Weights are random unless you
 # set `weights = "hub"`: time and memory are the real model's. A CPU has no speed of a GPU to show, and no unsloth.
@@ -263,10 +263,10 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are
-# not. NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma
-# on average. So codes near zero are too frequent. The spikes in the picture are the blocks' largest weights, which are exactly
-# 1 or −1.
+# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are not.
+# NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma on
+# average. So levels are stretched, and codes near zero too frequent. The spikes in the picture are the blocks' largest weights,
+# which are exactly 1 or −1.
 #
 # **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, near half of it by a 16th level: INT4 has 15.
 # Doubly quantised, a weight takes 4.127 bits.
@@ -503,11 +503,11 @@ lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
 # On the H200 4 bits made the step 20 ms longer, 5 %. All kernels together take 17 ms more, and those that restore weights take 17.
-# The formula says 16. The other 3 ms are gaps. The host needs some 100 µs more for each of 504 layers, but the GPU is busy for 94 %
-# of the step, so most of that is hidden. Beside a slower host 4 bits took 25 to 70 ms more: there launches came on top.
+# The formula says 16. The host needs some 100 µs more for a forward call. Twice 252 such calls would be 50 ms, most of it hidden:
+# the GPU is busy for 94 % of the step. Beside a slower host 4 bits took 25 to 70 ms more: there launches came on top.
 #
-# There is a trap: with PEFT's own layers, 4 bits can read as *faster*. Its LoRA layer for plain weights turns the input into
-# float32 and back, and the one for 4-bit weights doesn't. So the pair above has adapters without casts.
+# With PEFT's own layers 4 bits can read as *faster*: its LoRA layer for plain weights casts its input to float32 and back, the one
+# for 4-bit weights doesn't. So the pair has adapters without casts.
 #
 # **Takeaway.** Bytes over the kernel's rate give the cost of restoring: 16 ms here.
 
@@ -588,15 +588,14 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer: 575 ms. Checkpoints made 357 of
-# them. Of the other 218 the kernels make 178: elementwise ones take 121 ms more and casts 33, since PEFT's preparation makes blocks
-# hand on float32. Restoring weights takes 26, most of *other*. The last 40 are gaps. So the format itself is a small part of what
-# QLoRA costs.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 62 % longer: 575 ms. Checkpoints made 357 of
+# them. Of the other 218 the kernels make 178: elementwise ones take 121 ms more and casts 33. PEFT's preparation makes blocks hand
+# on float32, and its 4-bit layer leaves out casts: that is the net. Restoring weights takes 26, most of *other*. The last 40 are
+# gaps.
 #
 # With checkpoints in both, QLoRA takes 17 % longer. It saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4
-# more. In section 4 the format alone saved 10 GB. By count PEFT's float32 takes some 5 back: in embedding and head, and in
-# checkpoints. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here *logits*, 152 thousand for each
-# token, set the peak.
+# more. In section 4 the format alone saved 10 GB. By count PEFT's float32 takes some 5 back. Offloading took no more time than
+# checkpoints, and saved 2.3 of their 34.1 GB: here *logits*, 152 thousand for each token, set the peak.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -700,7 +699,8 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA. On
 # short texts it is worth two in memory, and probably more than two in time. There QLoRA's kernels take 208 of some 900 ms: the host
-# sets the pace, readings are noisy, and whether unsloth gains less is open. Packed rows made it 1.6 times as fast again.
+# sets the pace, readings are noisy, and whether unsloth gains less is open. Which of its changes bring this, these runs don't
+# separate. Packed rows made it 1.6 times as fast again.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -752,8 +752,8 @@ lines = ((name, *(getattr(one, field) for field in fields)) for name, one in com
 lab.table(("recipe", *fields), *lines)
 
 # %% [markdown]
-# **Prediction.** On the H200 unsloth trains 10,100 useful tokens a second on packed rows, in 7.5 GB. How many times as many
-# does the recipe *4 bits, compiled, checkpointed* train?
+# **Prediction.** On the H200 unsloth trains 10,200 useful tokens a second on packed rows, in 7.5 GB. How many times as many does
+# the recipe *4 bits, compiled, checkpointed* train?
 
 # %%
 my_ratio: float | None = None  # for example 1.1
@@ -783,12 +783,12 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. On the H200 plain PyTorch took less time a token than unsloth: 6 %, by the interval 4 to 29, between
-# two processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36
-# inputs, 1.2 GB. FP8 stands apart: it also rounds activations and gradients. With 40 GB to spend, *blocks compiled* in 16 bits
-# trains 36 % more tokens.
+# Up and to the left is better. On the H200 plain PyTorch took 6 % less time a token, but on two rows, of which unsloth was timed on
+# the slower one. On that row it is 5 %, between two processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's
+# checkpoints wait on the host; ours stay on the card: 36 inputs, 1.2 GB. FP8 stands apart: it also rounds activations and
+# gradients. With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4.
 #
-# **Takeaway.** On the same rows plain PyTorch reaches unsloth's speed. 1.5 GB remain.
+# **Takeaway.** Plain PyTorch reaches unsloth's speed. 1.5 GB remain.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -817,9 +817,9 @@ lab.show([*larger.values()] or on_record, columns)
 
 # %% [markdown]
 # With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums above gave 43 to 48 for
-# QLoRA. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 back. QLoRA's kernels take 615 ms longer on the
-# same texts: elementwise ones 382, casts 149, restoring 111, products less. Section 4's formula gives restoring 107. The rest of
-# the step is the host's: LoRA's GPU is busy for 98 % of it, QLoRA's for 77 %. Beside a faster host QLoRA's step took 5.1 s.
+# QLoRA. They leave out temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7 back.
+# QLoRA's time is a mean of two steps, 7.5 and 5.1 s. Traced, both take 5.1. Its kernels take 615 ms longer than LoRA's: elementwise
+# ones 382, casts 149, restoring 111, products less. Section 4's formula gives restoring 106.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 
@@ -939,8 +939,8 @@ my_bits_a_weight = None  # your sum, for example 8 / 64 + 32 / (64 * 256)
 print(check("07.2", my_bits_a_weight))
 
 # %% [markdown]
-# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. Suppose that the kernel
-# reaches 3,000 GB/s; section 4's reached 2,190 on our H200. How many ms of a step is that?
+# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. Suppose that the kernel reaches
+# 3,000 GB/s; section 4's reached 2,220 on our H200. How many ms of a step is that?
 
 # %% tags=["exercise"]
 my_ms = None  # your number

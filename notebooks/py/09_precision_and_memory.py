@@ -87,7 +87,7 @@ if device == "cpu":
 #
 # The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in the
 # times. *base* is the article's mixed precision, *float32* the same loop without it and without TF32, a rounding that section 2
-# explains. Every other row changes one thing of one of these two.
+# explains. Every other row flips one switch of one of these two.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
@@ -95,10 +95,12 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # %% [markdown]
 # One comparison measures all of them, and the sections below take their rows from it. Each round runs all switches forwards, then
 # backwards, with *base* at both ends. The row *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %,
-# the table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is *probable*
-# at most. The column *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two
-# medians in the column *step*. Predictions are scored by *step*. In verdicts *ours* is an earlier run on an H200, *here* the run of
-# this page. The code is `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. Start the cell and read on.
+# the table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is
+# *probable*: its direction is likely, its size not known. The column *time* is the median of the rounds' ratios, with its interval
+# of 95 %. So it can differ from the ratio of two medians in the column *step*. *Floor* is the least time for the plain step's
+# arithmetic at your card's measured rate, in the fastest format that the row permits. Predictions are scored by *step*. In verdicts
+# *ours* is an earlier run on an H200, *here* this page's. The code is `labutils/labs/lab09_toggles.py` and
+# `labutils/training/benchmark.py`.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -207,8 +209,8 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the floor fell to a fifteenth, and the step probably to a fifth or a quarter. The host probably sets the pace now:
-# section 3 looks at that. Lab 04 has the cure.
+# On the H200 the floor fell to a fifteenth, and the step probably to a fifth or a quarter. Now it is seven times its floor, so the
+# host probably sets the pace: section 3 looks at that. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
 
@@ -285,11 +287,11 @@ lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
 # *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB. One convolution alone, 1,280 channels on 32
-# × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. That is more than the 48 GB between the peaks, so
-# they probably come at different moments: at 65.9 some 10 GB of tensors are held, at 17.5 more. So the verdict's 48 GB are the
-# difference of two peaks, not the size of a workspace. *tf32*, with both switches on, probably makes the step 55 % shorter. Where
-# the table says 0.00, cuDNN chose an algorithm without a workspace. FP16 saves 83 % against the one peak and 34 % against the
-# other.
+# × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. That is more than the 48 GB between the peaks. So
+# they probably come at different moments: some 10 GB of tensors are held beside that workspace, and more at the peak of 17.5. The
+# verdict's 48 GB are the difference of two peaks, not a workspace. *tf32*, with both switches on, probably makes the step 55 %
+# shorter. Where 0.00 is printed, cuDNN chose an algorithm without a workspace. FP16 saves 83 % against the one peak and 34 %
+# against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -377,7 +379,7 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # Accumulation shows what probably sets the pace. On the H200 one example takes 121 ms, eight together 124, on an unsteady machine.
 # Probably the host decides: it launches as many kernels for one example as for eight. Accumulation launches all but the update
 # eight times, checkpointing the forward pass twice. Checkpointing's interval is 52 to 117 %, and *base again* differs from *base*
-# by up to 15 %. Whether it cost more than the arithmetic's 50 % can't be said.
+# by up to 15 %. So it may have cost more than the arithmetic's 50 %.
 #
 # *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the same. A
 # suspect is the host: for each operation PyTorch asks a Python function whether to keep its result. A trace as in lab 02 would
@@ -436,8 +438,7 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # changes of that size. The intervals of the last four switches lie between −17 and +25 %, and each includes 0. Whether one of these
 # pays or costs can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no
 # shorter kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can save few bytes
-# here: they update a thousandth of the weights. Of time, they could only save launches. A table without *base again* would not show
-# that its differences are noise.
+# here: they update a thousandth of the weights.
 #
 # Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
 #
@@ -564,10 +565,10 @@ lab.verdict("A3.qlora.states-small")
 # The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low,
 # probably cuDNN's workspaces. The other six are at most 0.3 % off.
 #
-# Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between
-# the two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass
-# is a block computed again, and the peak is one of them. A language model peaks at its *logits*: a number for each token and
-# each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
+# Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between the
+# two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass is a
+# block computed again; in Stable Diffusion the peak is one of them. A language model peaks at its *logits*: a number for each token
+# and each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the picture
 # come from its list of allocations, and lie up to 0.03 GB lower in the table. The counter covers workspaces, too. The next cell
@@ -581,7 +582,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second is 1 % less.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 

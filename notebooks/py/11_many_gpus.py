@@ -263,23 +263,22 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# The verdicts' numbers are examples a second. *Predicted* is a bound from below. Qwen3's differences of 7 and 5 ms have no noise
-# measured. *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes beyond *one process* is what
-# sharing costs: ranks share the host, its memory and its power. What DDP takes beyond *predicted from that* is communication, or
-# waiting for the other rank.
+# The verdicts' numbers are examples a second; their *ours* are two H200s of another host. Our H100s are the ones of this page.
+# *Predicted* is a bound from below. Qwen3's differences of 7 and 5 ms have no noise measured. *Each for itself* is the same step,
+# on every rank at once, with nothing sent. What it takes beyond *one process* is what sharing costs: ranks share the host, its
+# memory and its power. What DDP takes beyond *predicted from that* is communication, or waiting for the other rank.
 #
 # On our H100s one process was measured twice. The interval of the two rates' ratio is −14 to +3 % for the whole UNet, and 0 to +10
-# % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. Two differences lie inside that noise. For the
-# whole UNet *each for itself* took 147 ms, *one process* 145. For LoRA *DDP* took 186 ms, *each for itself* 184. A cost is not seen
-# in either, and a small one is not excluded. For the whole UNet *DDP* took 39 ms more than *each for itself*, where the bound says
-# 0.1. By the measured rates its 3.4 GB take 14 ms in buckets, and would take 12 as one message at 297 GB/s. The bound says that the
-# backward pass hides all but the last bucket. Two H200s of another host, the verdicts' *ours*, reached 64 % with all weights, and
-# 90 % with LoRA.
+# % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. Two differences are smaller than such noise. For
+# the whole UNet *each for itself* took 147 ms, *one process* 145. For LoRA *DDP* took 186 ms, *each for itself* 184. No cost is
+# seen in either. For the whole UNet *DDP* took 39 ms more than *each for itself*, where the bound says 0.1. By the measured rates
+# its 3.4 GB take 14 ms in buckets, and would take 12 as one message at 297 GB/s. The bound says that the backward pass hides all
+# but the last bucket. The two H200s reached 64 % with all weights, and 90 % with LoRA.
 #
 # Causes outside the bound: NCCL's kernels take a part of the GPU from computing. DDP copies gradients into buckets and back. And a
-# step lasts as long as its slower rank. How much does that take? The table has medians; the averages on record are 156 ms for steps
-# by themselves and 197 for DDP's: 41 more. Draw two of the steps by themselves: the longer one is 164 on average. If ranks vary
-# independently, waiting for the slower rank is some 8 of the 41 ms. Most of the rest is not explained here.
+# step lasts as long as its slower rank. How much does that take? It needs averages, where the table has medians: 156 ms for steps
+# by themselves and 197 for DDP's, 41 more. Of two steps by themselves, picked at random, the longer takes 164 on average. So if
+# ranks vary independently, waiting explains 164 − 156 = 8 of the 41 ms. Most of the rest isn't explained.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -390,11 +389,11 @@ plt.show()
 # %% [markdown]
 # Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait: a rank that
 # is late shows as communication of the others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of
-# that time beside computation. 34 % of all traced steps, of the drawn one less, is communication or waiting that nothing hides. In
-# *ddp, lora* it is 1 %. FSDP's rows gather all through. *ddp, full* communicates before its first kernel. That is probably the end
-# of the step before: steps are cut by the host's clock, and the GPU lags. The profiler makes steps longer, so 34 % holds for traced
-# steps only. Without it DDP's step took 39 ms more than a rank by itself (section 2), 21 % of 186: that is what the step itself
-# loses.
+# that time beside computation. Over all traced steps of *ddp, full* 34 % of the time is communication or waiting that nothing
+# hides; in the drawn step it is less. The bytes alone need 14 ms. In *ddp, lora* it is 1 %. FSDP's rows gather through most of the
+# step. *ddp, full* communicates before its first kernel. That is probably the end of the step before: steps are cut by the host's
+# clock, and the GPU lags. The profiler makes steps longer, so 34 % holds for traced steps only: without it DDP loses section 2's 39
+# ms, 21 % of 186.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -408,14 +407,14 @@ lab.verdict("A4.memory.fsdp")
 # *sync each* and *no_sync* steps have four micro-batches a rank. *sync each* was measured twice: 706 and 664 ms on our H100s.
 # *no_sync* took 578, so sending once probably saves 13 to 18 %.
 #
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained. Nor is it
-# explained that *sync each* takes 31.3 GB and *no_sync* 29.1.
+# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained, nor why *sync
+# each* takes 2.2 more than *no_sync*.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took 16
 # % longer; with all weights 27 %. ZeRO, of the DeepSpeed library, goes by stages: optimizer state, then gradients, then weights.
 #
-# **Takeaway.** Hidden communication can cost, too: send once a step. FSDP saves memory, and probably costs time: take it for a
-# model that doesn't fit otherwise.
+# **Takeaway.** Communication that the bound calls hidden can cost time: send once a step. FSDP saves memory, and probably costs
+# time: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is fast enough?
@@ -452,8 +451,8 @@ plt.show()
 # article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this holds for two ranks,
 # float32 gradients and one micro-batch: BF16 or `no_sync` exclude fewer networks, more ranks more.
 #
-# What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. The same
-# goes for 400G InfiniBand with *full*, and for 1 GbE with LoRA of Stable Diffusion. Only a measurement tells.
+# What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. Others weren't
+# measured.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which networks are too slow.
 
@@ -463,8 +462,9 @@ plt.show()
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
 # **Technique.** Some diagnose, as `NCCL_DEBUG=INFO` does: it only writes a log, so its row is the base. Others work around a
-# transport that is broken. NCCL reads them once, so each is tried in a launch of its own. `nvidia-smi topo -m` says what
-# connects the GPUs: *NV18* are 18 NVLinks of 25 GB/s each.
+# transport that is broken. NCCL reads them once, so each is tried in a launch of its own. `nvidia-smi topo -m` says what connects
+# the GPUs: *NV18* are 18 NVLinks of 25 GB/s each. The column *way* is what NCCL chose: P2P between GPUs, SHM through the host's
+# memory, or a socket.
 #
 # **Prediction.** `NCCL_P2P_DISABLE=1` forbids GPUs to write to each other's memory. How many times as long does a message of 64 MiB
 # take?
@@ -504,15 +504,15 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # %% [markdown]
 # The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o addr`
 # lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand, for a device that is found and doesn't work. Between
-# GPUs of one host neither changes the last column.
+# GPUs of one host neither changed the last column by more than 1 %.
 #
 # The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
 # NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep
 # recursion only. The article's command starts 4 processes on each of 2 hosts. They meet at port 29500 of a host called
 # `master`. The second host needs `--node_rank=1`. Both must reach that port, for example by `--network=host`.
 #
-# **Takeaway.** None of these made a message faster, and two made 64 MiB 10 and 64 times slower. Set one only where a transport is
-# broken.
+# **Takeaway.** None of these made a message surely faster, and two made 64 MiB 10 and 64 times slower. Set one only where a
+# transport is broken.
 
 # %% [markdown]
 # ## 6 · A rank dies

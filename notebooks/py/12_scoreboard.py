@@ -130,10 +130,10 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # `labutils/results/effects.py` is the course's code. You write the rule in exercise 3.
 #
 # Why so strict? A bootstrap interval knows only the spread of the rounds that were taken. When the base differs from itself,
-# something outside the comparison probably changes the host's speed. Nobody measured how much it changed the other rows. It can
-# be much: the same stock loop took 777 ms per step on one host and 1,450 on another, with the same kind of GPU (on record, see
-# lab 04). So such a time is shown with its interval, and decides nothing. If the change is larger than the noise, the reason
-# says so: *no time decides, though the change is larger*. A large change is worth another try on a quieter machine.
+# something outside the comparison probably changes the host's speed. Nobody measured how much it changed the other rows. It can be
+# much: the same stock loop took 777 ms per step on one host and 1,450 on another, with the same kind of GPU (on record, see lab
+# 04). So such a time is shown with its interval, and decides nothing. If the change is larger than the noise, the reason says so:
+# *no time decides, though the change is larger than the noise*. A large change is worth another try on a quieter machine.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
