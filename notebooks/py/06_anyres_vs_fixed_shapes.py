@@ -299,12 +299,15 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# - **Time:** One of BF16's six steps took 3.0 s here, the others 1.9. So BF16 differs from itself by over 3 %, the course's limit,
-#   and the verdicts on time are open. In these tables, from batch 4 on, *fixed* takes 44 to 46 % of BF16's time, but trains 9 to 10
-#   % fewer useful tokens a second. *compile* saves 26 to 30 %, *fp8-te* 13 to 19 %, *qlora* costs 11 to 17 %. From batch 8 on that
-#   is one step of each.
-# - **Memory:** At batch 4 QLoRA takes 16.9 GB and BF16 23.3. At batch 24 QLoRA takes 20 % more, as in the article.
-# - **Crossing:** batch 11 by these lines, 13 by formula.
+# From batch 4 on, against BF16:
+#
+# - *fixed* takes 44 to 46 % of the time, but trains 9 to 10 % fewer useful tokens a second;
+# - *compile* saves 26 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 17 %;
+# - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
+#   by formula at 13.
+#
+# From batch 8 on each time is one step. At batch 4 one of BF16's six steps took 3.0 s, the others 1.9. So BF16 differs from itself
+# by over 3 %, and the verdicts on time are open.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -618,9 +621,9 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The verdict sets *blocks compiled* against *padded*. Packed, AnyRes computes 1,000 tokens in 61 ms, 4 % less than *padded*; fewer
-# logits may be a part. A packed step has four times as many tokens, of other images. It takes 59 GB, where *blocks compiled* takes
-# 27, and its gradient is that of a larger batch.
+# - *blocks compiled* and *padded* are what the verdict compares.
+# - *packed* computes 1,000 tokens in 61 ms, 4 % less than *padded*; fewer logits may be a part. Its step has four times as many
+#   tokens, of other images. It takes 59 GB, where *blocks compiled* takes 27, and its gradient is that of a larger batch.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
 # +13 %. Compiling saves 31 %, at the edge of that noise.

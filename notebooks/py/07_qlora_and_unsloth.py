@@ -502,9 +502,12 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 4 bits made the step 20 ms longer, 5 %. All kernels together take 17 ms more, and those that restore weights take 17.
-# The formula says 16. The host needs some 100 µs more for a forward call. Twice 252 such calls would be 50 ms, most of it hidden:
-# the GPU is busy for 94 % of the step. Beside a slower host 4 bits took 25 to 70 ms more: there launches came on top.
+# On the H200 4 bits made the step 20 ms longer, 5 %:
+#
+# - Kernels that restore weights take 17 ms, and all kernels together 17 more than before. The formula says 16.
+# - The host needs some 100 µs more for a forward call. Twice 252 such calls would be 50 ms, most of it hidden: the GPU is busy for
+#   94 % of the step.
+# - Beside a slower host 4 bits took 25 to 70 ms more.
 #
 # With PEFT's own layers 4 bits can read as *faster*: its LoRA layer for plain weights casts its input to float32 and back, the one
 # for 4-bit weights doesn't. So the pair has adapters without casts.
@@ -588,14 +591,16 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 62 % longer: 575 ms. Checkpoints made 357 of
-# them. Of the other 218 the kernels make 178: elementwise ones take 121 ms more and casts 33. PEFT's preparation makes blocks hand
-# on float32, and its 4-bit layer leaves out casts: that is the net. Restoring weights takes 26, most of *other*. The last 40 are
-# gaps.
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 62 % longer than LoRA's, 575 ms:
 #
-# With checkpoints in both, QLoRA takes 17 % longer. It saved 72 of LoRA's 102 GB. Checkpointing alone saved 68, the rest of QLoRA 4
-# more. In section 4 the format alone saved 10 GB. By count PEFT's float32 takes some 5 back. Offloading took no more time than
-# checkpoints, and saved 2.3 of their 34.1 GB: here *logits*, 152 thousand for each token, set the peak.
+# - 357 ms are checkpoints. With checkpoints in both, QLoRA takes 17 % longer.
+# - 178 ms are other kernels. Elementwise ones take 121 ms more and casts 33: PEFT's preparation makes blocks hand on float32, and
+#   its 4-bit layer leaves out casts; that is the net. Restoring takes 26, most of *other*.
+# - 40 ms are gaps.
+#
+# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10 GB; by
+# count PEFT's float32 takes some 5 back. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here
+# *logits*, 152 thousand for each token, set the peak.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -697,10 +702,14 @@ lab.show([*usual, *unsloths.values()], columns, experiment="methods", method=("q
 lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 
 # %% [markdown]
-# **Takeaway.** On long texts unsloth is worth a factor of two in time and more than three in memory, against the usual QLoRA. On
-# short texts it is worth two in memory, and probably more than two in time. There QLoRA's kernels take 208 of some 900 ms: the host
-# sets the pace, readings are noisy, and whether unsloth gains less is open. Which of its changes bring this, these runs don't
-# separate. Packed rows made it 1.6 times as fast again.
+# Against the usual QLoRA:
+#
+# - On long texts unsloth is worth a factor of two in time and more than three in memory. Packed rows made it 1.6 times as fast
+#   again.
+# - On short texts it is worth two in memory, and probably more than two in time. QLoRA's kernels take 208 of some 900 ms there: the
+#   host sets the pace, readings are noisy, and whether unsloth gains less is open.
+#
+# **Takeaway.** unsloth gains much. Which of its changes do it, these runs don't separate.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -708,8 +717,8 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # **Question.** The same 4 bits restored to BF16, blocks checkpointed in both, the same rows: how near to unsloth does plain
 # PyTorch come?
 #
-# **Technique.** Packed rows, the loss by chunks and compiled blocks are from labs 04 and 06 (`lab07_qlora.COMPILED`). Two parts are
-# new. bitsandbytes' kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise 4
+# **Technique.** Packed rows, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are new. bitsandbytes'
+# kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise 4
 # (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the
 # backward pass needs, and leaves out the rest.
 
@@ -783,10 +792,12 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. On the H200 plain PyTorch took 6 % less time a token, but on two rows, of which unsloth was timed on
-# the slower one. On that row it is 5 %, between two processes. It took 20 % more memory: 9.05 against 7.54 GB. unsloth's
-# checkpoints wait on the host; ours stay on the card: 36 inputs, 1.2 GB. FP8 stands apart: it also rounds activations and
-# gradients. With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4.
+# Up and to the left is better. On the H200, between two processes:
+#
+# - Time a token: plain PyTorch took 6 % less, but on two rows, of which unsloth was timed on the slower one. On that row it is 5 %.
+# - Memory: 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36 inputs, 1.2 GB.
+# - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 stands apart: it also rounds
+#   activations and gradients.
 #
 # **Takeaway.** Plain PyTorch reaches unsloth's speed. 1.5 GB remain.
 
@@ -816,10 +827,11 @@ on_record = reference_runs("07").select(experiment="qwen3-32b").of_newest_host()
 lab.show([*larger.values()] or on_record, columns)
 
 # %% [markdown]
-# With checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums above gave 43 to 48 for
-# QLoRA. They leave out temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7 back.
-# QLoRA's time is a mean of two steps, 7.5 and 5.1 s. Traced, both take 5.1. Its kernels take 615 ms longer than LoRA's: elementwise
-# ones 382, casts 149, restoring 111, products less. Section 4's formula gives restoring 106.
+# - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums gave 43
+#   to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7
+#   back.
+# - **Time:** QLoRA's is a mean of two steps, 7.5 and 5.1 s. Traced, both take 5.1. Its kernels take 615 ms longer than LoRA's:
+#   elementwise ones 382, casts 149, restoring 111, where section 4's formula says 106.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 

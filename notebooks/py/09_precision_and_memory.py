@@ -93,14 +93,16 @@ if device == "cpu":
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all of them, and the sections below take their rows from it. Each round runs all switches forwards, then
-# backwards, with *base* at both ends. The row *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %,
-# the table says *unsteady machine*. Then no verdict is drawn from a time, however large a change looks. Such a change is
-# *probable*: its direction is likely, its size not known. The column *time* is the median of the rounds' ratios, with its interval
-# of 95 %. So it can differ from the ratio of two medians in the column *step*. *Floor* is the least time for the plain step's
-# arithmetic at your card's measured rate, in the fastest format that the row permits. Predictions are scored by *step*. In verdicts
-# *ours* is an earlier run on an H200, *here* this page's. The code is `labutils/labs/lab09_toggles.py` and
-# `labutils/training/benchmark.py`.
+# One comparison measures all switches, and the sections below take their rows from it. Each round runs them forwards, then
+# backwards, with *base* at both ends: `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. To read its tables:
+#
+# - *step* is a median. Predictions are scored by it.
+# - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
+# - *floor* is the least time for the plain step's arithmetic at your card's measured rate, in the fastest format that the row
+#   permits.
+# - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no verdict
+#   is drawn from a time. A large change is then *probable*: its direction is likely, its size not known.
+# - In verdicts *ours* is an earlier run on an H200, *here* this page's.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -286,12 +288,14 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB. One convolution alone, 1,280 channels on 32
-# × 32 pixels, took 55.7 GB for its Fourier transforms, and 0.16 GB with TF32. That is more than the 48 GB between the peaks. So
-# they probably come at different moments: some 10 GB of tensors are held beside that workspace, and more at the peak of 17.5. The
-# verdict's 48 GB are the difference of two peaks, not a workspace. *tf32*, with both switches on, probably makes the step 55 %
-# shorter. Where 0.00 is printed, cuDNN chose an algorithm without a workspace. FP16 saves 83 % against the one peak and 34 %
-# against the other.
+# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB, 48 apart.
+#
+# - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB for its Fourier transforms, and 0.16 GB
+#   with TF32. Where 0.00 is printed, cuDNN chose an algorithm without a workspace.
+# - So the peaks probably come at different moments: some 10 GB of tensors are held beside that workspace, and more at the peak of
+#   17.5. The 48 GB are the difference of two peaks, not a workspace.
+# - FP16 saves 83 % against the one peak and 34 % against the other.
+# - *tf32*, with both switches on, probably makes the step 55 % shorter.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -376,17 +380,18 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Accumulation shows what probably sets the pace. On the H200 one example takes 121 ms, eight together 124, on an unsteady machine.
-# Probably the host decides: it launches as many kernels for one example as for eight. Accumulation launches all but the update
-# eight times, checkpointing the forward pass twice. Checkpointing's interval is 52 to 117 %, and *base again* differs from *base*
-# by up to 15 %. So it may have cost more than the arithmetic's 50 %.
+# Who sets the pace? On the H200 one example takes 121 ms, eight together 124, on an unsteady machine. So it is probably the host:
+# it launches as many kernels for one example as for eight.
 #
-# *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the same. A
-# suspect is the host: for each operation PyTorch asks a Python function whether to keep its result. A trace as in lab 02 would
-# tell: does the GPU idle?
+# - *Accumulation* launches all but the update eight times.
+# - *Checkpointing* launches the forward pass twice. Its interval is 52 to 117 %, and *base again* differs from *base* by up to 15
+#   %. So it may have cost more than the arithmetic's 50 %.
+# - *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the same.
+#   A suspect is the host: for each operation PyTorch asks a Python function whether to keep its result. A trace as in lab 02 would
+#   tell: does the GPU idle?
 #
-# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs
-# far more time.
+# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs far
+# more time.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -431,16 +436,15 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# The printed 7 are the switches whose interval doesn't lie below 0 by more than the noise. That is no verdict: on an unsteady
-# machine the other four are only *probable*.
+# The printed 7 are the switches whose interval doesn't lie below 0 by more than the noise. The other four make the step *probably*
+# shorter: the machine was unsteady.
 #
-# First look at *base again*: on the H200 its interval is −15 to +12 %, though nothing changed. Noise goes both ways and hides
-# changes of that size. The intervals of the last four switches lie between −17 and +25 %, and each includes 0. Whether one of these
-# pays or costs can't be said. Layout and autotuner aim at the kernels. Where the host sets the pace, as it probably does here, no
-# shorter kernel shortens the step. Try them again after capturing the step (lab 04). The two forms of AdamW can save few bytes
-# here: they update a thousandth of the weights.
-#
-# Where all weights are trained, the moments take twice the weights' bytes. There 8 bits save three quarters of them.
+# - *base again* changed nothing, and its interval on the H200 is −15 to +12 %. The last four switches lie between −17 and +25 %,
+#   and each includes 0: whether one pays or costs can't be said.
+# - *Layout* and *autotuner* aim at the kernels. Where the host sets the pace, as it probably does here, no shorter kernel shortens
+#   the step. Try them again after capturing the step (lab 04).
+# - The two forms of *AdamW* can save few bytes here: they update a thousandth of the weights. Where all weights are trained, the
+#   moments take twice the weights' bytes, and 8 bits save three quarters of them.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change: removing one bottleneck
 # exposes the next.

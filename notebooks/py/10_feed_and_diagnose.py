@@ -310,16 +310,22 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# *Speed-up* is the median of the rounds' own ratios, and so are the verdicts' percentages. They needn't be the ratio of two
-# medians. *Waiting* is a part of the step; *floor* is the least time for its arithmetic. Here $r$ is what the loop waits without
-# workers, and $c$ the rest of the step that reads from memory. A bar spans the 10th to the 90th percentile. The line without
-# workers goes through *in memory* by construction, and $r$ was measured in the same steps as its points: these hardly test the
-# formula. With workers a line is flat, at $c$, up to $r = wc$. There work on the data path gains nothing. Right of that the step
-# waits. The line of four workers bends at 648 ms, outside the picture. Both its points lie left of that, 9 and 11 ms above the
-# line, which runs through their bars. So only the flat part was tested. Section 5 tests $r / w$.
+# To read table and picture:
+#
+# - *Speed-up* is the median of the rounds' own ratios, and so are the verdicts' percentages. They needn't be the ratio of two
+#   medians. *Waiting* is a part of the step; *floor* is the least time for its arithmetic.
+# - $r$ is what the loop waits without workers, $c$ the rest of the step that reads from memory. A bar spans the 10th to the 90th
+#   percentile.
+# - The line without workers goes through *in memory* by construction, and $r$ was measured in the same steps as its points: these
+#   hardly test the formula.
+# - With workers a line is flat, at $c$, up to $r = wc$. There work on the data path gains nothing. Right of that the step waits.
+#   The line of four workers bends at 648 ms, outside the picture, and its two points lie 9 and 11 ms above the line, within their
+#   bars. So only the flat part was tested. Section 5 tests $r / w$.
 #
 # **In your own loop** $r$ is the median time of `next(batches)` with `num_workers=0`. For $c$, time steps on one batch that stays
 # on the GPU, and synchronise before each look at the clock.
+#
+# What the H100's rows say:
 #
 # - **Decoding:** a PNG takes 39.7 of the 238 / 4 = 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are
 #   probably resizing and conversion. The map saves these, too.
@@ -505,10 +511,14 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # %% [markdown]
 # On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the promised
 # step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, hide that, so
-# compare the steps that remain. A part is the script's own: its clock stops only after its workers have ended. Over the 64 steps
-# that it times, the whole gap is 0.3 s. How much of it is that ending was not measured. The formula also assumes that 16 workers
-# and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.0 = 52 workers. Section 2's map would lower $r$; it
-# wasn't tried here.
+# compare the steps that remain. Why longer?
+#
+# - A part is the script's own: its clock stops only after its workers have ended. Over the 64 steps that it times, the whole gap is
+#   0.3 s. How much of it is that ending was not measured.
+# - The formula also assumes that 16 workers and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.0 = 52
+#   workers.
+#
+# Section 2's map would lower $r$; it wasn't tried here.
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix with what
 # it needs, by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
@@ -527,15 +537,24 @@ ours = reference_runs("10").select(experiment="diagnosis")
 lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": run for run in ours}))
 
 # %% [markdown]
-# *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured one.
-# −20 % means that the predicted step is too short. A row may change several settings: the fix and what it needs. *Caching* keeps
-# the encoders' outputs, so it saves the encoders' work as well as decoding. Capturing promised too much in all three runs of Stable
-# Diffusion. By the medians five of the six loops kept the predicted order. In the first table workers and caching changed places;
-# three loops have two fixes only. In all 18 rows the predicted step is off by −26 to +32 %. So take from a diagnosis the order in
-# which to try, and not the gain. One round with BF16 took 43 % longer; why is not known. For *padding* the unit is time per useful
-# token, since the step itself changes size. Gains don't add up: what one fix has saved, the next can't save again. Article A4 names
-# other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell where time
-# goes, and not what a change would save.
+# To read the tables:
+#
+# - *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
+#   one: −20 % means that the predicted step is too short.
+# - A row may change several settings: the fix and what it needs. *Caching* keeps the encoders' outputs, so it saves the encoders'
+#   work as well as decoding. For *padding* the unit is time per useful token, since the step itself changes size.
+#
+# What they say:
+#
+# - In all 18 rows the predicted step is off by −26 to +32 %. Capturing promised too much in all three runs of Stable Diffusion. One
+#   round with BF16 took 43 % longer; why is not known.
+# - By the medians five of the six loops kept the predicted order; three of them have two fixes only. In the first table workers and
+#   caching changed places.
+# - So take from a diagnosis the order in which to try, and not the gain. Gains don't add up: what one fix has saved, the next can't
+#   save again.
+#
+# Article A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They
+# tell where time goes, and not what a change would save.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

@@ -263,22 +263,24 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# The verdicts' numbers are examples a second; their *ours* are two H200s of another host. Our H100s are the ones of this page.
-# *Predicted* is a bound from below. Qwen3's differences of 7 and 5 ms have no noise measured. *Each for itself* is the same step,
-# on every rank at once, with nothing sent. What it takes beyond *one process* is what sharing costs: ranks share the host, its
-# memory and its power. What DDP takes beyond *predicted from that* is communication, or waiting for the other rank.
+# How to read the table of this page's two H100s:
 #
-# On our H100s one process was measured twice. The interval of the two rates' ratio is −14 to +3 % for the whole UNet, and 0 to +10
-# % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. Two differences are smaller than such noise. For
-# the whole UNet *each for itself* took 147 ms, *one process* 145. For LoRA *DDP* took 186 ms, *each for itself* 184. No cost is
-# seen in either. For the whole UNet *DDP* took 39 ms more than *each for itself*, where the bound says 0.1. By the measured rates
-# its 3.4 GB take 14 ms in buckets, and would take 12 as one message at 297 GB/s. The bound says that the backward pass hides all
-# but the last bucket. The two H200s reached 64 % with all weights, and 90 % with LoRA.
+# - *Predicted* is a bound from below.
+# - *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes beyond *one process* is what sharing
+#   the host, its memory and its power costs. For the whole UNet that is 147 ms against 145, less than the noise: no cost is seen.
+# - What *DDP* takes beyond that is communication, or waiting for the other rank. With LoRA it took 186 ms against 184: none is
+#   seen. For the whole UNet it took 39 ms more, where the bound says 0.1.
+# - Qwen3's differences of 7 and 5 ms have no noise measured.
 #
-# Causes outside the bound: NCCL's kernels take a part of the GPU from computing. DDP copies gradients into buckets and back. And a
-# step lasts as long as its slower rank. How much does that take? It needs averages, where the table has medians: 156 ms for steps
-# by themselves and 197 for DDP's, 41 more. Of two steps by themselves, picked at random, the longer takes 164 on average. So if
-# ranks vary independently, waiting explains 164 − 156 = 8 of the 41 ms. Most of the rest isn't explained.
+# Where do the 39 ms come from? By the measured rates the 3.4 GB of gradients take 14 ms in buckets. The bound says that the
+# backward pass hides all but the last bucket. Causes outside it: NCCL's kernels take a part of the GPU from computing, DDP copies
+# gradients into buckets and back, and a step lasts as long as its slower rank. The last one can be estimated from averages: 156 ms
+# for steps by themselves, 197 for DDP's, 41 more. Of two steps by themselves, picked at random, the longer takes 164 on average. So
+# if ranks vary independently, waiting explains 164 − 156 = 8 of the 41 ms. Most of the rest isn't explained.
+#
+# Verdicts count examples a second. One process was measured twice: the two rates differ by −14 to +3 % for the whole UNet, and by 0
+# to +10 % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. Their *ours* are two H200s of another host,
+# which reached 64 % with all weights, and 90 % with LoRA.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -387,13 +389,15 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait: a rank that
-# is late shows as communication of the others. On our H100s they are on the GPU for two thirds of a step of *ddp, full*, half of
-# that time beside computation. Over all traced steps of *ddp, full* 34 % of the time is communication or waiting that nothing
-# hides; in the drawn step it is less. The bytes alone need 14 ms. In *ddp, lora* it is 1 %. FSDP's rows gather through most of the
-# step. *ddp, full* communicates before its first kernel. That is probably the end of the step before: steps are cut by the host's
-# clock, and the GPU lags. The profiler makes steps longer, so 34 % holds for traced steps only: without it DDP loses section 2's 39
-# ms, 21 % of 186.
+# Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait, so a late
+# rank shows as communication of the others.
+#
+# - *ddp, full*: NCCL's kernels are on the GPU for two thirds of a step, half of that beside computation. Over all traced steps 34 %
+#   of the time is communication or waiting that nothing hides; without the profiler DDP loses section 2's 39 ms, 21 % of 186. What
+#   communicates before the first kernel is probably the end of the step before: steps are cut by the host's clock, and the GPU
+#   lags.
+# - *ddp, lora*: 1 %.
+# - *fsdp*: it gathers through most of the step.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
