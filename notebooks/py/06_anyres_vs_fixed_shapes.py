@@ -19,9 +19,9 @@
 # # Lab 06 · AnyRes or fixed shapes
 #
 # Article A2 trains LLaVA-NeXT, which reads images and text. The article tries what helps language models: FP8, `torch.compile`,
-# QLoRA. Each gains less than the authors hoped. Then it forces all images to one size, and a step takes half the time. Its
-# explanation is *AnyRes*: images of different shapes become different numbers of tokens, and the compiler starts over. But a
-# small square also has fewer tokens. You take the two causes apart. Then you train fast on images of any shape.
+# QLoRA. Then it forces all images to one size, and a step takes half the time. Its explanation is *AnyRes*: images of different
+# shapes become different numbers of tokens, and the compiler starts over. But a small square also has fewer tokens. You take the
+# two causes apart. Then you train fast on images of any shape.
 #
 # **After this lab you can**
 # - count an image's tokens, and write a collator for a multimodal model;
@@ -263,8 +263,9 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You measure
-# batch 4; the parameter `batches` replaces it. A CPU measures batch 1. Step times are medians, rates cover all steps, speed-ups
-# compare round by round: columns needn't divide.
+# batch 4; the parameter `batches` replaces it. A CPU measures batch 1. *Floor* is the least time for the step's FLOPs at your
+# card's rate, *MFU* the share of its peak, which is higher for FP8. Steps are medians, rates cover all steps, speed-ups compare
+# rounds: columns needn't divide.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -306,8 +307,8 @@ plt.show()
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# From batch 8 on each time is one step. At batch 4 one of BF16's six steps took 3.0 s, the others 1.9. So BF16 differs from itself
-# by over 3 %, and the verdicts on time are open.
+# From batch 8 on each time is one step. At batch 4 one of BF16's six steps took 3.0 s, the others 1.9. So *bf16, again* is 0.64 to
+# 1.01 times as fast. The course decides about time only where that lies within 3 %: these verdicts are open.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -365,8 +366,8 @@ plt.show()
 # Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default the second length is
 # compiled anew, and its code then takes any length. After 8 versions of a function PyTorch runs it uncompiled.
 #
-# Asking the device for a size splits its graph: a *graph break*. Each piece has guards of its own. To put image tokens into
-# their places, the published model counts them on the device. A collator can say beforehand which image token belongs where.
+# Asking the device for a size splits its graph: a *graph break*. To put image tokens into their places, the published model counts
+# them on the device. A collator can say beforehand which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -496,10 +497,11 @@ lab.table(sums(Runs([*seen, *on_record])))
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s some 4 are left.
+# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
 #
 # Now images stay, of any shape, one a step. Rows are as long as they come (*blocks compiled*) or padded to one length (*padded*).
-# Both get the same images, cut before; activations stay. Compare ms for 1,000 computed tokens.
+# Both get the same images, with tiles prepared beforehand, and no block is computed again. *Useful tokens* is a share here. Compare
+# ms for 1,000 computed tokens, padding included.
 
 # %%
 uniform.release_weights()
@@ -519,7 +521,7 @@ lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 # Padded rows took 8 % less a computed token on the H200, by the interval 6 to 20. That is within BF16's noise, and rows half as
 # long again spread fixed costs. It stays open.
 #
-# Other fixed sizes, if time follows FLOPs:
+# Other sizes without padding to 2,048, if time follows FLOPs:
 
 # %%
 whole = step_flops(image_tokens(672, 672) + 14, 5)  # with 14 tokens of text
@@ -595,8 +597,8 @@ for loss in losses.values():
 
 # %% [markdown]
 # The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits* takes places from
-# the collator, has the fused AdamW, and reads no loss. *packed* needs fewer logits than the chunked loss: only those of answers, as
-# you compute them in exercise 4.
+# the collator, has the fused AdamW, and reads no loss. The chunked loss isn't among them: *packed* computes logits of answers only,
+# which are fewer still (exercise 4).
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -621,12 +623,11 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# - *blocks compiled* and *padded* are what the verdict compares.
 # - *packed* computes 1,000 tokens in 61 ms, 4 % less than *padded*; fewer logits may be a part. Its step has four times as many
 #   tokens, of other images. It takes 59 GB, where *blocks compiled* takes 27, and its gradient is that of a larger batch.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
-# +13 %. Compiling saves 31 %, at the edge of that noise.
+# +13 %. Compiling saves 31 %, not surely more than that noise.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -799,8 +800,8 @@ steps = model = None
 
 # %% [markdown]
 # Not fully: *transposes dropped* leaves one byte per parameter between steps, within a step both copies exist. Lab 05's
-# *fp8-frozen* holds one, and transposes a layer only while it is used. QLoRA needs less: on record, at batch 1, section 3's model
-# took 8.1 GB with it, 10.4 with *fp8-frozen*. On a CPU *BF16* is float32, and FP8 is emulated.
+# *fp8-frozen* holds one. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*. On
+# a CPU *BF16* is float32, and FP8 is emulated.
 #
 # FP8 was probably slower here. In section 3 *fp8-te* was faster from batch 4 on, where a step has six times as many tokens.
 #
@@ -876,7 +877,7 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one. The
 # lowest line wins.
 #
-# The article shows its step times only in a figure. Here they are computed from its break-even counts (`lab06_advisor.py`).
+# The article's step times are computed from its break-even counts (`lab06_advisor.py`).
 #
 # **Your prediction:** by the article's own numbers fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and
 # 0.579. From which step on is the one without FP8 ahead?
@@ -967,7 +968,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # record, at batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains
 # 1.5 times its useful tokens a second.
 #
-# **Takeaway.** Advice depends on the card, the batch and the number of steps. Write it as a function, and ask again.
+# **Takeaway.** Advice depends on the card, the batch and the number of steps.
 
 # %% [markdown]
 # ## Exercises

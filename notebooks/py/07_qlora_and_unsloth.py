@@ -19,8 +19,8 @@
 # # Lab 07 · QLoRA and unsloth
 #
 # Article A3 fine-tunes language models of 8 to 120 billion parameters: with LoRA, with QLoRA, which holds the frozen weights in 4
-# bits, and with unsloth, a library that replaces much of the training code. In this lab you write the 4 bits by hand and build
-# QLoRA as its users do. Then you take it apart, and hold the course's recipe against unsloth.
+# bits, and with unsloth, a library that replaces much of the training code. You write the 4 bits by hand, build QLoRA as its users
+# do, take it apart, and hold the course's recipe against unsloth.
 #
 # **After this lab you can**
 # - quantise weights to 8 and 4 bits, bit for bit as bitsandbytes does;
@@ -160,8 +160,7 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# The claim says that all other codes become 0, or nearly so. At 100 sigma it is 31 %; all would take about 1,270. The verdict only
-# asks for more than without an outlier.
+# The claim says that all other codes become 0, or nearly so. At 100 sigma it is 31 %; all would take about 1,270.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -265,8 +264,7 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 # %% [markdown]
 # The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are not.
 # NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma on
-# average. So levels are stretched, and codes near zero too frequent. The spikes in the picture are the blocks' largest weights,
-# which are exactly 1 or −1.
+# average. So levels are stretched, and codes near zero too frequent. The picture's spikes are the blocks' largest weights.
 #
 # **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, near half of it by a 16th level: INT4 has 15.
 # Doubly quantised, a weight takes 4.127 bits.
@@ -507,12 +505,11 @@ lab.verdict("A3.qlora.cause")
 # - Kernels that restore weights take 17 ms, and all kernels together 17 more than before. The formula says 16.
 # - The host needs some 100 µs more for a forward call. Twice 252 such calls would be 50 ms, most of it hidden: the GPU is busy for
 #   94 % of the step.
-# - Beside a slower host 4 bits took 25 to 70 ms more.
 #
 # With PEFT's own layers 4 bits can read as *faster*: its LoRA layer for plain weights casts its input to float32 and back, the one
 # for 4-bit weights doesn't. So the pair has adapters without casts.
 #
-# **Takeaway.** Bytes over the kernel's rate give the cost of restoring: 16 ms here.
+# **Takeaway.** 4 bits alone cost 20 ms: 17 are restoring, where the formula says 16. For LLaVA it says 24, and its kernels take 26.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -591,16 +588,16 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 62 % longer than LoRA's, 575 ms:
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer than LoRA's, 575 ms:
 #
 # - 357 ms are checkpoints. With checkpoints in both, QLoRA takes 17 % longer.
 # - 178 ms are other kernels. Elementwise ones take 121 ms more and casts 33: PEFT's preparation makes blocks hand on float32, and
 #   its 4-bit layer leaves out casts; that is the net. Restoring takes 26, most of *other*.
 # - 40 ms are gaps.
 #
-# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10 GB; by
-# count PEFT's float32 takes some 5 back. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here
-# *logits*, 152 thousand for each token, set the peak.
+# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10 GB.
+# Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here *logits*, 152 thousand for each token, set the
+# peak.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -704,12 +701,12 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # Against the usual QLoRA:
 #
-# - On long texts unsloth is worth a factor of two in time and more than three in memory. Packed rows made it 1.6 times as fast
-#   again.
+# - On long texts unsloth is worth a factor of two in time and more than three in memory. Packed rows train 1.6 times as many tokens
+#   a second again.
 # - On short texts it is worth two in memory, and probably more than two in time. QLoRA's kernels take 208 of some 900 ms there: the
 #   host sets the pace, readings are noisy, and whether unsloth gains less is open.
 #
-# **Takeaway.** unsloth gains much. Which of its changes do it, these runs don't separate.
+# **Takeaway.** Which of unsloth's changes bring this, these runs don't separate.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -751,7 +748,8 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes:**
+# **The recipes.** *Plain* adapters have no casts, *fused* is the loss by chunks, *rewritten* our forward pass; *nf4-frozen*
+# restores by look-ups:
 
 # %%
 compared = {name: recipe for name, (recipe, _) in lab07_qlora.METHODS["long"].items()}
@@ -794,7 +792,8 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better. On the H200, between two processes:
 #
-# - Time a token: plain PyTorch took 6 % less, but on two rows, of which unsloth was timed on the slower one. On that row it is 5 %.
+# - Time a token: plain PyTorch took 6 % less. But ours was timed on two rows, and unsloth on the slower one; there it is 5 %. A few
+#   slow steps of unsloth's widen the interval.
 # - Memory: 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36 inputs, 1.2 GB.
 # - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 stands apart: it also rounds
 #   activations and gradients.
@@ -830,8 +829,8 @@ lab.show([*larger.values()] or on_record, columns)
 # - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums gave 43
 #   to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7
 #   back.
-# - **Time:** QLoRA's is a mean of two steps, 7.5 and 5.1 s. Traced, both take 5.1. Its kernels take 615 ms longer than LoRA's:
-#   elementwise ones 382, casts 149, restoring 111, where section 4's formula says 106.
+# - **Time:** QLoRA's is a mean of two steps, 7.5 and 5.1 s. Traced, each takes 5.1: 18 % longer than LoRA's. Its kernels take 615
+#   ms more: elementwise ones 382, casts 149, restoring 111, where section 4's formula says 106; products 20 less.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 

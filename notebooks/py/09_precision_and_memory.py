@@ -101,7 +101,8 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # - *floor* is the least time for the plain step's arithmetic at your card's measured rate, in the fastest format that the row
 #   permits.
 # - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no verdict
-#   is drawn from a time. A large change is then *probable*: its direction is likely, its size not known.
+#   is drawn from a time. That holds for every row of the run, however narrow its interval. A large change is then *probable*: its
+#   direction is likely, its size not known.
 # - In verdicts *ours* is an earlier run on an H200, *here* this page's.
 
 # %%
@@ -211,8 +212,9 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the floor fell to a fifteenth, and the step probably to a fifth or a quarter. Now it is seven times its floor, so the
-# host probably sets the pace: section 3 looks at that. Lab 04 has the cure.
+# On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
+# fifth or a quarter. Now it is seven times its floor, so the host probably sets the pace: section 3 looks at that. Lab 04 has the
+# cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
 
@@ -399,9 +401,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. bitsandbytes' AdamW keeps its
-# moments in 8 bits. Its result may differ a little. PyTorch remembers the algorithm that it chose for a shape and a TF32
-# setting. So a second loop in this process would get the old choice. To make it choose anew, the row *cudnn.benchmark* also
-# permits TF32. A loop in FP16 has no use for TF32, so nothing else changes.
+# moments in 8 bits. Its result may differ a little. PyTorch remembers the algorithm for each shape and TF32 setting, so the
+# autotuner's loop would get *base*'s choice. The row *cudnn.benchmark* also permits TF32, only to choose anew: a loop in FP16
+# doesn't use TF32.
 
 # %%
 import bitsandbytes as bnb
@@ -586,7 +588,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high; why was not looked for.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 

@@ -204,9 +204,10 @@ with lab.attempt("forgetting files"):
 # `from pathlib import Path` and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line
 # `files, side = …`, and run on from there.
 #
-# A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. Its pages are in the page
-# cache, so a dataset larger than memory works, too. Forked workers, as here, share one copy. Others, as on macOS, Windows and by
-# default in Python 3.14, get the dataset pickled, with all its pixels. Open the map in the worker then.
+# A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
+# when it is read, and drops it when memory is short, so a dataset larger than memory works, too. Forked workers, as here, share
+# these pages. On macOS, Windows and by default in Python 3.14 each worker gets a pickled copy of all pixels. There keep the file's
+# name only, and call `np.load(file, mmap_mode="r")` at the first `__getitem__`.
 
 # %%
 shape = (len(files), side, side, 3)
@@ -235,7 +236,7 @@ took = median(ms(mapped.__getitem__, place) for place in range(8))
 print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
 # %% [markdown]
-# **Takeaway.** Where decoding sets the pace, decode once. A map takes 3 bytes a pixel, and its crop is fixed.
+# **Takeaway.** Where decoding sets the pace, decode once. A map takes 3 bytes a pixel, and its size is fixed: no new random crops.
 
 # %% [markdown]
 # ## 3 · When the format matters
@@ -329,7 +330,8 @@ with lab.attempt("the law's picture"):
 #
 # - **Decoding:** a PNG takes 39.7 of the 238 / 4 = 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are
 #   probably resizing and conversion. The map saves these, too.
-# - **Noise:** PNG differs from itself by −4 to +22 %. Above 3 % the course lets no time decide.
+# - **Noise:** *PNG, again* has a speed-up of 0.82 to 1.05x, so PNG differs from itself by −4 to +22 %. Above 3 % the course lets no
+#   time decide: *inconclusive*. Where a change is larger than the noise, trust its direction, not its size.
 # - **Map:** by the formula 58 % shorter, $1 - (162 + 6) / (162 + 238)$; by the two steps 55 %; by the rounds' median, the table's
 #   2.31x, 57 %, far beyond the noise.
 # - **GPU:** a JPEG in 0.7 ms, a core 5.4. Probably faster. The CPU's work, which is the claim, was not measured.
@@ -426,7 +428,7 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
 # Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image, where
-# section 3 trained on four at once. That, too, is only probable.
+# section 3 trained on four at once. The verdict is inconclusive again: that they slow down is probable, by how much isn't known.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1`. Unset `CUDA_LAUNCH_BLOCKING` before
 # you measure anything.
@@ -513,8 +515,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, hide that, so
 # compare the steps that remain. Why longer?
 #
-# - A part is the script's own: its clock stops only after its workers have ended. Over the 64 steps that it times, the whole gap is
-#   0.3 s. How much of it is that ending was not measured.
+# - A part is the script's own: when its `for` loop ends, Python waits for the 16 workers to end, and only then does the script read
+#   the clock. Over the 64 steps that it times, the whole gap is 0.3 s. How much of it is that ending was not measured.
 # - The formula also assumes that 16 workers and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.0 = 52
 #   workers.
 #
@@ -541,8 +543,9 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 #
 # - *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
 #   one: −20 % means that the predicted step is too short.
-# - A row may change several settings: the fix and what it needs. *Caching* keeps the encoders' outputs, so it saves the encoders'
-#   work as well as decoding. For *padding* the unit is time per useful token, since the step itself changes size.
+# - *Capture* replays the step as a CUDA graph. *Batch size* trains four images at once, not one after the other. A row may change
+#   several settings: the fix and what it needs. *Caching* keeps the encoders' outputs, so it saves the encoders' work as well as
+#   decoding. For *padding* the unit is time per useful token, since the step itself changes size.
 #
 # What they say:
 #

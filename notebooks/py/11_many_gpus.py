@@ -191,7 +191,7 @@ for one, other in zip(weights_of_rank_0, network.parameters(), strict=True):
 print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
-# A small message takes the same time however small it is: the *latency*. A large one takes its bytes over the bandwidth. The
+# A small message takes nearly the same time however small it is: the *latency*. A large one takes its bytes over the bandwidth. The
 # larger it is, the nearer it comes to the link's rate: 207 GB/s at 16 MiB, 263 at 64, 297 at 256 on our H100s.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, share the batch, start with `torchrun`. A real script also needs a
@@ -274,13 +274,14 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 #
 # Where do the 39 ms come from? By the measured rates the 3.4 GB of gradients take 14 ms in buckets. The bound says that the
 # backward pass hides all but the last bucket. Causes outside it: NCCL's kernels take a part of the GPU from computing, DDP copies
-# gradients into buckets and back, and a step lasts as long as its slower rank. The last one can be estimated from averages: 156 ms
-# for steps by themselves, 197 for DDP's, 41 more. Of two steps by themselves, picked at random, the longer takes 164 on average. So
-# if ranks vary independently, waiting explains 164 − 156 = 8 of the 41 ms. Most of the rest isn't explained.
+# gradients into buckets and back, and a step lasts as long as its slower rank. The last one can be estimated, from averages of the
+# recorded steps where the table has medians: 156 ms *each for itself*, 197 with DDP, 41 more. Of two steps by themselves, picked at
+# random, the longer takes 164 on average. So if ranks vary independently, waiting explains 164 − 156 = 8 ms. The other 33 are not
+# explained.
 #
 # Verdicts count examples a second. One process was measured twice: the two rates differ by −14 to +3 % for the whole UNet, and by 0
-# to +10 % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. Their *ours* are two H200s of another host,
-# which reached 64 % with all weights, and 90 % with LoRA.
+# to +10 % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. In them *here* is this page's two H100s,
+# *ours* two H200s of another host: they reached 64 % with all weights, and 90 % with LoRA.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -397,7 +398,8 @@ plt.show()
 #   communicates before the first kernel is probably the end of the step before: steps are cut by the host's clock, and the GPU
 #   lags.
 # - *ddp, lora*: 1 %.
-# - *fsdp*: it gathers through most of the step.
+# - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
+#   rank its share of the averaged gradients.
 
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
@@ -408,8 +410,8 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# *sync each* and *no_sync* steps have four micro-batches a rank. *sync each* was measured twice: 706 and 664 ms on our H100s.
-# *no_sync* took 578, so sending once probably saves 13 to 18 %.
+# Rows with – have one micro-batch a rank, *sync each* and *no_sync* four. *sync each* was measured *again*: 706 and 664 ms on our
+# H100s. *no_sync* took 578, so sending once probably saves 13 to 18 %.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained, nor why *sync
 # each* takes 2.2 more than *no_sync*.
