@@ -37,8 +37,7 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 141 GB | 6 minutes; all of the article's batch sizes, 12 more |
 #
-# The architecture at `full` is llava-v1.6-mistral-7b's. A CPU has neither FP8 products nor GPU memory. It shows our H200's numbers
-# beside its own.
+# The architecture at `full` is llava-v1.6-mistral-7b's. A CPU has neither FP8 products nor GPU memory.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -238,8 +237,8 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # **Question.** The article has five methods and six batch sizes. Which method saves time, which memory?
 #
 # *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go. *compile* compiles
-# the blocks one by one, where the article compiles the model. *fixed* does so on small squares. The parameter `more` adds others. A
-# CPU compiles nothing, and has *eager-fixed* instead. All compute their blocks again in the backward pass.
+# the blocks one by one, where the article compiles the model. *fixed* does so on small squares. `more` adds others. A CPU compiles
+# nothing, and has *eager-fixed* instead. All compute their blocks again in the backward pass.
 #
 # **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes
 # each, not 2 (lab 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block
@@ -263,9 +262,8 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You measure
-# batch 4; the parameter `batches` replaces it. A CPU measures batch 1. *Floor* is the least time for the step's FLOPs at your
-# card's rate, *MFU* the share of its peak, which is higher for FP8. Steps are medians, rates cover all steps, speed-ups compare
-# rounds: columns needn't divide.
+# batch 4; the parameter `batches` replaces it. *Floor* is the least time for the step's FLOPs at your card's rate, *MFU* the share
+# of its peak, which is higher for FP8. Steps are medians, rates cover all steps, speed-ups compare rounds: columns needn't divide.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -440,9 +438,10 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # **Question.** The article's step got 47 to 53 % shorter. Which part is due to constant shapes?
 #
 # **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. Small squares need less
-# computing. Frozen weights take 2 FLOPs a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a layer,
-# channel and pair of tokens, half of which is masked. The tower only runs forward: 577 tokens per tile, one of them the class
-# token, 23 layers of $12 \cdot 1024^2$ weights. Blocks that are computed again aren't counted.
+# computing, which shortens only what compiling leaves: 10 and 30 % would be $1 - 0.9 \cdot 0.7$, 37 %. Frozen weights take 2 FLOPs
+# a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a layer, channel and pair of tokens, half of
+# which is masked. The tower only runs forward: 577 tokens per tile, one of them the class token, 23 layers of $12 \cdot 1024^2$
+# weights. Blocks that are computed again aren't counted.
 
 
 # %%
@@ -499,9 +498,9 @@ lab.table(sums(Runs([*seen, *on_record])))
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
 # together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
 #
-# Now images stay, of any shape, one a step. Rows are as long as they come (*blocks compiled*) or padded to one length (*padded*).
-# Both get the same images, with tiles prepared beforehand, and no block is computed again. *Useful tokens* is a share here. Compare
-# ms for 1,000 computed tokens, padding included.
+# Now to constant shapes alone. Images stay as they are, one a step. Rows are as long as they come (*blocks compiled*) or padded to
+# one length (*padded*). Both get the same images; no block is computed again. Compare ms for 1,000 computed tokens, padding
+# included; *useful tokens* is a share.
 
 # %%
 uniform.release_weights()
@@ -598,7 +597,7 @@ for loss in losses.values():
 # %% [markdown]
 # The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits* takes places from
 # the collator, has the fused AdamW, and reads no loss. The chunked loss isn't among them: *packed* computes logits of answers only,
-# which are fewer still (exercise 4).
+# which are fewer still.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -623,11 +622,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# - *packed* computes 1,000 tokens in 61 ms, 4 % less than *padded*; fewer logits may be a part. Its step has four times as many
-#   tokens, of other images. It takes 59 GB, where *blocks compiled* takes 27, and its gradient is that of a larger batch.
+# *packed* computes 1,000 tokens in 61.5 ms, *padded* in section 5 took 64.3: AnyRes as fast as a fixed length. Fewer logits may be
+# a part, and a packed step has four times as many tokens, of other images. It takes 59 GB, where *blocks compiled* takes 27, and
+# its gradient is that of a larger batch.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
-# +13 %. Compiling saves 31 %, not surely more than that noise.
+# +13 %. Compiling saves 31 %: the picture's interval is narrow, but BF16 itself varied as much.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -800,8 +800,7 @@ steps = model = None
 
 # %% [markdown]
 # Not fully: *transposes dropped* leaves one byte per parameter between steps, within a step both copies exist. Lab 05's
-# *fp8-frozen* holds one. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*. On
-# a CPU *BF16* is float32, and FP8 is emulated.
+# *fp8-frozen* holds one. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*.
 #
 # FP8 was probably slower here. In section 3 *fp8-te* was faster from batch 4 on, where a step has six times as many tokens.
 #
@@ -943,7 +942,7 @@ drawn(published, "by the article's numbers")
 # The chart doesn't follow. FP8 with fixed shapes catches *BF16* after 135 steps, fixed shapes alone after 220. But BF16 isn't
 # fastest. FP8 alone is ahead until about 150 steps, then FP8 with fixed shapes, until about 770.
 #
-# On a CPU the cell uses the H200's runs.
+# A CPU uses the H200's runs.
 
 # %%
 my_vram_gb, my_batch, my_steps = 48, 4, 2000

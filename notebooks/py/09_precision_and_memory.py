@@ -87,7 +87,7 @@ if device == "cpu":
 #
 # The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in the
 # times. *base* is the article's mixed precision, *float32* the same loop without it and without TF32, a rounding that section 2
-# explains. Every other row flips one switch of one of these two.
+# explains. Every other row flips one switch of one of these two; *tf32* flips both of TF32's.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
@@ -103,7 +103,7 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no verdict
 #   is drawn from a time. That holds for every row of the run, however narrow its interval. A large change is then *probable*: its
 #   direction is likely, its size not known.
-# - In verdicts *ours* is an earlier run on an H200, *here* this page's.
+# - *On the H200* is this page's run, *here*; *ours* is an earlier one.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -195,8 +195,8 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 #
 # In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
 # float32's than *throughout*'s. That is one batch, and the loss factors differ: $2^{16}$ with autocast, $2^{10}$ without. Don't
-# rely on it for another model. The verdict's arrow goes from *scaled* to *not scaled*. Weights are random here: a trained model's
-# gradients have another size, and another share underflows.
+# rely on it for another model. Weights are random here: a trained model's gradients have another size, and another share
+# underflows.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
 # CPU it is scored against the H200.
@@ -213,8 +213,8 @@ lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
 # On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
-# fifth or a quarter. Now it is seven times its floor, so the host probably sets the pace: section 3 looks at that. Lab 04 has the
-# cure.
+# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit, but bytes or the host: section 3 looks at
+# that. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
 
@@ -249,8 +249,8 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 # rearrange or transform inputs and filters first, and need room for the result: a *workspace*. A workspace is no tensor, so no list
 # of tensors shows it. PyTorch takes the first algorithm on cuDNN's list that runs, unless the environment's `CUDNN_CONV_WSCAP_DBG`
 # limits its megabytes ([issue 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of
-# the UNet's convolutions. Their weights are frozen, as in the UNet. It also names the longest kernel. *fft* in a name means a
-# Fourier transform. *cf32* means complex numbers, which it works on.
+# the UNet's convolutions. Their weights are frozen, as in the UNet. It also names the longest kernel: *fft* is a Fourier transform,
+# *cf32* complex numbers.
 
 
 # %%
@@ -389,8 +389,7 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # - *Checkpointing* launches the forward pass twice. Its interval is 52 to 117 %, and *base again* differs from *base* by up to 15
 #   %. So it may have cost more than the arithmetic's 50 %.
 # - *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the same.
-#   A suspect is the host: for each operation PyTorch asks a Python function whether to keep its result. A trace as in lab 02 would
-#   tell: does the GPU idle?
+#   A suspect is the host: for each operation PyTorch asks a Python function whether to keep its result. Lab 02's trace would tell.
 #
 # **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs far
 # more time.
@@ -516,7 +515,9 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# The course's predictor does this with its own training code, and adds what shapes don't tell:
+# Here all weights are trained, so the peak lies in the update: weights, gradients and moments make 33.6 MB, temporaries 2.1. With
+# LoRA it moves to the forward pass's end. The course's predictor does this with its own training code, and adds what shapes don't
+# tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
@@ -578,7 +579,7 @@ lab.verdict("A3.qlora.states-small")
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the picture
 # come from its list of allocations, and lie up to 0.03 GB lower in the table. The counter covers workspaces, too. The next cell
-# needs no card. It predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
+# predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
@@ -588,7 +589,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high; why was not looked for.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 

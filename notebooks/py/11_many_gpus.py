@@ -276,8 +276,8 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # backward pass hides all but the last bucket. Causes outside it: NCCL's kernels take a part of the GPU from computing, DDP copies
 # gradients into buckets and back, and a step lasts as long as its slower rank. The last one can be estimated, from averages of the
 # recorded steps where the table has medians: 156 ms *each for itself*, 197 with DDP, 41 more. Of two steps by themselves, picked at
-# random, the longer takes 164 on average. So if ranks vary independently, waiting explains 164 − 156 = 8 ms. The other 33 are not
-# explained.
+# random, the longer takes 164 on average. So if ranks vary independently, waiting explains 164 − 156 = 8 ms. How much of the other
+# 33 the first two causes take was not measured.
 #
 # Verdicts count examples a second. One process was measured twice: the two rates differ by −14 to +3 % for the whole UNet, and by 0
 # to +10 % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. In them *here* is this page's two H100s,
@@ -391,7 +391,7 @@ plt.show()
 
 # %% [markdown]
 # Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait, so a late
-# rank shows as communication of the others.
+# rank shows as communication of the others: of the drawn step of *ddp, full* they take 200 ms, where section 2's bytes need 14.
 #
 # - *ddp, full*: NCCL's kernels are on the GPU for two thirds of a step, half of that beside computation. Over all traced steps 34 %
 #   of the time is communication or waiting that nothing hides; without the profiler DDP loses section 2's 39 ms, 21 % of 186. What
@@ -410,8 +410,8 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# Rows with – have one micro-batch a rank, *sync each* and *no_sync* four. *sync each* was measured *again*: 706 and 664 ms on our
-# H100s. *no_sync* took 578, so sending once probably saves 13 to 18 %.
+# Rows with – have one micro-batch a rank, *sync each* and *no_sync* four. *sync each* was measured *again*: 706 and 664 ms.
+# *no_sync* took 578, so sending once probably saves 13 to 18 %.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained, nor why *sync
 # each* takes 2.2 more than *no_sync*.
@@ -565,7 +565,8 @@ def fragile(device):
 
 
 # %% [markdown]
-# **Prediction.** Rank 1 is killed as it begins step 6. Which step does the last whole checkpoint hold?
+# **Prediction.** Rank 0 saves after every second step. Rank 1 is killed as it begins step 6. Which step does the last whole
+# checkpoint hold?
 
 # %%
 my_step: float | None = None  # a number of steps
@@ -586,10 +587,10 @@ print(f"One process went on from step {begun}, to the weights that nothing had h
 
 # %% [markdown]
 # −9 is the kill. The other rank waits for a sum that never comes: gloo's connection breaks, or `torchrun` ends the rank, with −15.
-# With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again at its step. To
-# go on with fewer, give a smaller `--nproc-per-node`. Not shown here: a checkpoint of a real training also holds the state of the
-# random numbers and the place in the data, and FSDP's holds each rank's shards. `labutils/training/checkpoint.py` writes the
-# course's checkpoints.
+# With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. Here rank 1 would die again. To go on with
+# fewer, give a smaller `--nproc-per-node`. Not shown here: a checkpoint of a real training also holds the state of the random
+# numbers and the place in the data, and FSDP's holds each rank's shards. `labutils/training/checkpoint.py` writes the course's
+# checkpoints.
 #
 # **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on that divides the batch.
 
