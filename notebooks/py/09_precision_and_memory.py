@@ -195,8 +195,7 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 #
 # In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
 # float32's than *throughout*'s. That is one batch, and the loss factors differ: $2^{16}$ with autocast, $2^{10}$ without. Don't
-# rely on it for another model. Weights are random here: a trained model's gradients have another size, and another share
-# underflows.
+# rely on it for another model. Weights are random: in a trained model another share underflows.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
 # CPU it is scored against the H200.
@@ -213,8 +212,8 @@ lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
 # On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
-# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit, but bytes or the host: section 3 looks at
-# that. Lab 04 has the cure.
+# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit, but bytes or the *host*, the CPU that launches
+# each kernel: section 3 looks at that. Lab 04 has the cure.
 #
 # **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
 
@@ -382,14 +381,14 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Who sets the pace? On the H200 one example takes 121 ms, eight together 124, on an unsteady machine. So it is probably the host:
-# it launches as many kernels for one example as for eight.
+# Who sets the pace? On the H200 one example takes 121 ms, eight together 124. So it is probably the host: it launches as many
+# kernels for one example as for eight.
 #
 # - *Accumulation* launches all but the update eight times.
 # - *Checkpointing* launches the forward pass twice. Its interval is 52 to 117 %, and *base again* differs from *base* by up to 15
-#   %. So it may have cost more than the arithmetic's 50 %.
-# - *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower all the same.
-#   A suspect is the host: for each operation PyTorch asks a Python function whether to keep its result. Lab 02's trace would tell.
+#   %. That may be more than the arithmetic's 50 %.
+# - *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower. A suspect is
+#   the host: for each operation PyTorch asks a Python function whether to keep its result. Lab 02's trace would tell.
 #
 # **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs far
 # more time.
@@ -400,9 +399,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. bitsandbytes' AdamW keeps its
-# moments in 8 bits. Its result may differ a little. PyTorch remembers the algorithm for each shape and TF32 setting, so the
-# autotuner's loop would get *base*'s choice. The row *cudnn.benchmark* also permits TF32, only to choose anew: a loop in FP16
-# doesn't use TF32.
+# moments in 8 bits. Its result may differ a little. PyTorch keeps the algorithm for each shape and TF32 setting, so after *base*
+# the autotuner would time nothing. The row *cudnn.benchmark* also permits TF32 to force a new choice; FP16 doesn't use TF32.
 
 # %%
 import bitsandbytes as bnb
@@ -516,8 +514,8 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 
 # %% [markdown]
 # Here all weights are trained, so the peak lies in the update: weights, gradients and moments make 33.6 MB, temporaries 2.1. With
-# LoRA it moves to the forward pass's end. The course's predictor does this with its own training code, and adds what shapes don't
-# tell:
+# LoRA it moves to the forward pass's end, or behind it. The course's predictor does this with its own training code, and adds what
+# shapes don't tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
@@ -573,9 +571,9 @@ lab.verdict("A3.qlora.states-small")
 # probably cuDNN's workspaces. The other six are at most 0.3 % off.
 #
 # Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between the
-# two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass is a
-# block computed again; in Stable Diffusion the peak is one of them. A language model peaks at its *logits*: a number for each token
-# and each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
+# two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass, drawn
+# as temporaries, is a block computed again; in Stable Diffusion the peak is one of them. A language model peaks at its *logits*: a
+# number for each token and each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
 #
 # On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the picture
 # come from its list of allocations, and lie up to 0.03 GB lower in the table. The counter covers workspaces, too. The next cell
@@ -589,7 +587,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high, where batch 4's was too low.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 

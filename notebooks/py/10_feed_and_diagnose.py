@@ -323,20 +323,23 @@ with lab.attempt("the law's picture"):
 #   steps, so these points hardly test the formula.
 # - With workers a line is flat, at $c$, up to $r = wc$. There work on the data path gains nothing. Right of that the step waits.
 #   The line of four workers bends at 648 ms, outside the picture, and its two points lie 9 and 11 ms above the line, within their
-#   bars. So only the flat part was tested. Section 5 tests $r / w$.
+#   bars. So only the flat part was tested. Section 5 tries one point of $r / w$.
 #
 # **In your own loop** $r$ is the median time of `next(batches)` with `num_workers=0`. For $c$, time steps on one batch that stays
 # on the GPU, and synchronise before each look at the clock.
 #
 # What the H100's rows say:
 #
+# - **Workers:** four bring PNG to 173 ms; the map takes 172 without any, and 171 with four. PNG's $r / w$ of 60 ms is below $c$, so
+#   with four workers converting gains nothing that shows.
 # - **Decoding:** a PNG takes 39.7 of the 238 / 4 = 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are
 #   probably resizing and conversion. The map saves these, too.
 # - **Noise:** *PNG, again* has a speed-up of 0.82 to 1.05x, so PNG differs from itself by −4 to +22 %. Above 3 % the course lets no
 #   time decide: *inconclusive*. Where a change is larger than the noise, trust its direction, not its size.
 # - **Map:** by the formula 58 % shorter, $1 - (162 + 6) / (162 + 238)$; by the two steps 55 %; by the rounds' median, the table's
 #   2.31x, 57 %, far beyond the noise. Section 2's 4 × 0.25 ms are a part of the 5.6 that it waits; the rest was not taken apart.
-# - **GPU:** a JPEG in 0.7 ms, a core 5.4. Probably faster. The CPU's work, which is the claim, was not measured.
+# - **GPU:** a JPEG in 0.7 ms, a core 5.4. Faster, far beyond the noise; by how much isn't decided. The CPU's work, which is the
+#   claim, was not measured.
 #
 # A faster decoder gains nothing where $r / w$ is below $c$. But other fixes lower $c$. PNG with four workers has $r / w$ = 238 / 4
 # = 60 ms, where 4 is the workers: with $c$ below that the step would wait again.
@@ -429,11 +432,12 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
-# Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image, where
-# section 3 trained on four at once. The verdict is inconclusive again: that they slow down is probable, by how much isn't known.
+# Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. That is
+# about 4 × 162, section 3's four at once: probably the host sets the pace here. The verdict is inconclusive again: they slow the
+# step down, beyond the noise, by how much isn't decided.
 #
-# **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1`. Unset `CUDA_LAUNCH_BLOCKING` before
-# you measure anything.
+# **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
+# `CUDA_LAUNCH_BLOCKING` before you measure anything.
 
 # %% [markdown]
 # ## 5 · Diagnose a script

@@ -268,20 +268,20 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # - *Predicted* is a bound from below.
 # - *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes beyond *one process* is what sharing
 #   the host, its memory and its power costs. For the whole UNet that is 147 ms against 145, less than the noise: no cost is seen.
-# - What *DDP* takes beyond that is communication, or waiting for the other rank. With LoRA it took 186 ms against 184: none is
-#   seen. For the whole UNet it took 39 ms more, where the bound says 0.1.
+# - What *DDP* takes beyond that is the price of working together. With LoRA it took 186 ms against 184: none is seen. For the whole
+#   UNet it took 39 ms more, where the bound says 0.1.
 # - Qwen3's differences of 7 and 5 ms have no noise measured.
 #
 # Where do the 39 ms come from? By the measured rates the 3.4 GB of gradients take 14 ms in buckets. The bound says that the
 # backward pass hides all but the last bucket. Causes outside it: NCCL's kernels take a part of the GPU from computing, DDP copies
-# gradients into buckets and back, and a step lasts as long as its slower rank. The last one can be estimated, from averages of the
-# recorded steps where the table has medians: 156 ms *each for itself*, 197 with DDP, 41 more. Of two steps by themselves, picked at
-# random, the longer takes 164 on average. So if ranks vary independently, waiting explains 164 − 156 = 8 ms. How much of the other
-# 33 the first two causes take was not measured.
+# gradients into buckets and back, and a step lasts as long as its slower rank. The last one can be estimated. The table shows
+# medians; here we need means: 156 ms *each for itself*, 197 with DDP, 41 more. Of two steps *for itself*, picked at random, the
+# longer takes 164. So if ranks vary independently, waiting explains 164 − 156 = 8 ms. How much of the other 33 the first two causes
+# take was not measured.
 #
 # Verdicts count examples a second. One process was measured twice: the two rates differ by −14 to +3 % for the whole UNet, and by 0
-# to +10 % for LoRA. The gains are larger, but so unsteady a machine decides no verdict. In them *here* is this page's two H100s,
-# *ours* two H200s of another host: they reached 64 % with all weights, and 90 % with LoRA.
+# to +10 % for LoRA. The gains are larger, but the course's rule is strict: *inconclusive* is about the machine, not about DDP. In
+# them *here* is this page's two H100s, *ours* two H200s of another host: they reached 64 % with all weights, and 90 % with LoRA.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -391,12 +391,12 @@ plt.show()
 
 # %% [markdown]
 # Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait, so a late
-# rank shows as communication of the others: of the drawn step of *ddp, full* they take 200 ms, where section 2's bytes need 14.
+# rank shows as communication of the others: of the drawn step of *ddp, full* they take some 200 ms, where section 2's bytes need
+# 14.
 #
 # - *ddp, full*: NCCL's kernels are on the GPU for two thirds of a step, half of that beside computation. Over all traced steps 34 %
-#   of the time is communication or waiting that nothing hides; without the profiler DDP loses section 2's 39 ms, 21 % of 186. What
-#   communicates before the first kernel is probably the end of the step before: steps are cut by the host's clock, and the GPU
-#   lags.
+#   of the time is communication or waiting that nothing hides; without the profiler DDP loses section 2's 39 ms, 21 % of 186. The
+#   first 66 ms have no computation: probably the end of the step before, as steps are cut by the host's clock, and the GPU lags.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
