@@ -70,7 +70,7 @@ is no answer. "between" is halfway between the article's 135 and 220."""
 
 def guide(options: pd.DataFrame) -> dict[str, str]:
     """Whom the article's decision chart names, asked of `options`: the fastest of its methods for
-    each question of `CHART`, and for "short_of_memory" the leanest."""
+    each question of `CHART`, and where QLoRA was measured the leanest: "short_of_memory"."""
     options = options[options.index.isin(PUBLISHED.index)]
     answers = {
         question: advise(options, float("inf"), steps).index[0]

@@ -9,6 +9,7 @@ runs = large(workload, folder)            Qwen3-32B, a few steps
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,7 @@ def methods(workload: Workload, texts: str, folder: Path) -> dict[str, Run]:
     tags = {name: shared | more for name, (_, more) in METHODS[texts].items()}
     make_room(workload)
     with Benchmark(workload, WARM_UP, same_batches=True, on_model=prepared_for_kbit) as bench:
-        rounds = min(FEW_ROUNDS, ROUNDS[workload.scale])
-        runs = bench.compare(recipes, STEPS[texts], rounds, tags)
+        runs = bench.compare(recipes, STEPS[texts], min(FEW_ROUNDS, ROUNDS[workload.scale]), tags)
         for name in TRACED[texts] if workload.device.type == "cuda" else ():
             trace_into(runs[name], bench, folder / texts)
     peaks = {name: run.metric("peak_allocated_gb") for name, run in runs.items()}
@@ -92,8 +92,9 @@ def methods(workload: Workload, texts: str, folder: Path) -> dict[str, Run]:
 
 
 def trace_into(run: Run, bench: Benchmark, folder: Path, steps: int = 1) -> None:
-    """Trace the steps that were timed of a run once more, and add what the trace says."""
-    if run.ok:
+    """Trace the steps that were timed of a run once more, and add what the trace says. Where that
+    fails, for lack of memory for example, the run stays as it was timed."""
+    with suppress(RuntimeError, OSError, ValueError):
         trace = bench.profile(run.run, folder / run.run.replace(" ", "-"), steps)
         run.metrics |= trace.metrics(run.metric("step_ms"), run.metric("data_ms"))
         run.metrics["kernel_categories"] = trace.categories()

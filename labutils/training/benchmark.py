@@ -38,8 +38,8 @@ from labutils.workloads.base import Work, Workload
 LOG = logging.getLogger(__name__)
 """Failures with their tracebacks, at the level INFO: a run's status has one line."""
 ROUNDS = {"tiny": 2, "small": 8, "full": 8}
-"""Rounds of a comparison by scale. Effects are bootstrapped over rounds, which takes 8 or more; at
-tiny, where nobody judges times, 2 keep a lab short."""
+"""Rounds of a comparison by scale, unless it says otherwise. Effects are bootstrapped over rounds:
+8 leave out one odd round. At tiny, where nobody judges times, 2 keep a lab short."""
 ROUND_MS = {"tiny": 100, "small": 400, "full": 400}
 """A round lasts at least this long: a handful of 25 ms steps can't tell noise from drift."""
 SETTLE_MS = 100

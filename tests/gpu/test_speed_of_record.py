@@ -21,7 +21,6 @@ BEST = [
     ("04", "folded LoRA"),
     ("07", "blocks compiled"),
     ("07", "FP8 weights"),
-    ("06", "packed"),
 ]
 
 
