@@ -56,7 +56,7 @@ def advise(options: pd.DataFrame, vram_gb: float, steps: float) -> pd.DataFrame:
     if fitting.empty:
         raise ValueError(
             f"Of {len(options)} methods on record at this batch size none fits {vram_gb:g} GB. "
-            "Allow more memory, choose another batch size, or measure it: labutils run 06"
+            "Allow more memory, choose a measured one, or measure: labutils run 06 -p batches N"
         )
     total_s = fitting["first_step_s"] + steps * fitting["step_s"]
     return fitting.assign(total_s=total_s).sort_values("total_s")

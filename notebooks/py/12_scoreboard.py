@@ -227,6 +227,9 @@ def show_claims(article, lab_number, verdict):
 
 choices = {"article": ["all", *claims.articles()], "lab_number": ["all", *titles]}
 choices["verdict"] = sorted(VERDICTS, key=lambda word: word != "refuted") + ["all"]
+for name, one in {"article": article, "lab_number": lab_number, "verdict": verdict}.items():
+    if one not in choices[name]:
+        raise ValueError(f"{name} is {one!r}, but it takes one of: {', '.join(choices[name])}.")
 if not lab.choose(show_claims, choices):
     asked = (article, lab_number, verdict)
     show_claims(*(asked if set(asked) != {"all"} else ("A2", "all", "refuted")))
