@@ -309,8 +309,8 @@ plt.show()
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# From batch 8 on each time is one step. At batch 4 one of BF16's six steps took 3.0 s, the others 1.9. So *bf16, again* is 0.64 to
-# 1.01 times as fast. The course decides about time only where that lies within 3 %: these verdicts are open.
+# From batch 8 on each time is one step. At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. So it is 0.64 to 1.01
+# times as fast as *bf16*. The course decides about time only where that lies within 3 %: these verdicts are open.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -433,8 +433,7 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # The article's images all have one number of tokens. So their size caused none of the 11 recompilations. What did isn't measured;
 # `TORCH_LOGS=recompiles` prints it. Varied images add 8: the published model still recompiled in step 6.
 #
-# **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on, in six steps of varied
-# images.
+# **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
@@ -533,8 +532,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half; 1 to 13 points are left. Compute
-# what each change must give.
+# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. Constant shapes can have given 1
+# to 13 points.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -631,7 +630,7 @@ lab.verdict("A2.left.dynamic")
 # its gradient is that of a larger batch.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
-# +13 %. Compiling saves 31 %: the picture's interval is narrow, but BF16 itself varied as much.
+# +13 %. Compiling saves 31 %: its interval is narrow, but BF16 against itself varied as much.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -804,7 +803,8 @@ steps = model = None
 
 # %% [markdown]
 # Not fully: *transposes dropped* leaves one byte per parameter between steps, within a step both copies exist. Lab 05's
-# *fp8-frozen* holds one. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*.
+# *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB
+# with it, 10.4 with *fp8-frozen*.
 #
 # FP8 was probably slower here. In section 3 *fp8-te* was faster from batch 4 on, where a step has six times as many tokens.
 #

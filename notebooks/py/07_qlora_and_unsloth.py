@@ -266,8 +266,8 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 # NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma on
 # average. So levels are stretched, and codes near zero too frequent. The picture's spikes are the blocks' largest weights.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh. Near half of that is its 16th level: 15 even steps
-# would be 7 % narrower than INT4's 14. Doubly quantised, a weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh. Near half of that is its 16th level: INT4 with 16
+# would have 15 steps, 7 % narrower than its 14. Doubly quantised, a weight takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -314,7 +314,8 @@ print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
 # The config asks for NF4, double quantisation and BF16 products. `prepare_model_for_kbit_training` turns checkpointing on, and
-# embedding, norms and head into float32. So "QLoRA against LoRA" compares three changes. The course's loop trains the same layers:
+# embedding, norms and head into float32. So "QLoRA against LoRA" compares three changes: format, checkpoints, float32. The course's
+# loop trains the same layers:
 
 
 # %%
@@ -503,8 +504,7 @@ lab.verdict("A3.qlora.cause")
 # On the H200 4 bits made the step 20 ms longer, 5 %:
 #
 # - Kernels that restore weights take 17 ms, and all kernels together 17 more than before. The formula says 16.
-# - The host needs some 100 µs more for a forward call. Twice 252 such calls would be 50 ms, but only 3 show: time without kernels
-#   grew from 22 to 25 ms.
+# - The host needs some 100 µs more for a forward call. Twice 252 such calls would be 50 ms, but only 3 show: the host runs ahead.
 #
 # With PEFT's own layers 4 bits can read as *faster*: its LoRA layer for plain weights casts its input to float32 and back, the one
 # for 4-bit weights doesn't. So the pair has adapters without casts.
@@ -591,8 +591,8 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer than LoRA's, 575 ms:
 #
 # - 357 ms are checkpoints. With checkpoints in both, QLoRA takes 17 % longer.
-# - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring 26. PEFT's float32 between blocks adds to the
-#   first two, its 4-bit layer saves casts.
+# - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring 26. PEFT's float32 adds to the first two, its
+#   4-bit layer saves casts.
 # - 40 ms are gaps.
 #
 # It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. Of the 10 GB that the format alone saved in
@@ -792,8 +792,8 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better. On the H200, between two processes:
 #
-# - Time a token: plain PyTorch took 6 % less. But ours was timed on two rows, unsloth on the slower of them; there it is 5 %.
-# - Memory: 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host; ours stay on the card: 36 inputs, 1.2 GB.
+# - Time a token: plain PyTorch took 6 % less. But ours is the mean of two rows, unsloth's the slower one alone; on that it is 5 %.
+# - Memory: 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
 # - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 stands apart: it also rounds
 #   activations and gradients.
 #
@@ -828,9 +828,9 @@ lab.show([*larger.values()] or on_record, columns)
 # - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums gave 43
 #   to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7
 #   back.
-# - **Time:** don't take the table's step for QLoRA: it is the mean of 7.5 and 5.1 s. Traced, each takes 5.1, 18 % more than LoRA's
-#   4.3. Its kernels take 615 ms more: elementwise ones 382, casts 149, restoring 111, by formula 106; products and attention take
-#   29 less.
+# - **Time:** don't take the table's step, GPU-busy and rate for QLoRA: they come from a mean of 7.5 and 5.1 s. Traced, each takes
+#   5.1, 18 % more than LoRA's 4.3. Its kernels take 615 ms more: elementwise ones 382, casts 149, restoring 111, by formula 106;
+#   products and attention take 29 less.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 

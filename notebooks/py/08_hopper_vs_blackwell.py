@@ -456,7 +456,7 @@ lab.table(pd.DataFrame(rows))
 # and treats all launches alike. It was short in five of six steps. Where the host decides, it is tested less: $c$ comes from such a
 # step.
 #
-# **Takeaway.** A trace and a short step predict a step, and so the same step on another host or card.
+# **Takeaway.** A trace and a short step predict a step. Sections 7 and 8 try other hosts and cards.
 
 # %% [markdown]
 # ## 5 · Two real models
@@ -682,8 +682,8 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Grouped* needs a seventh of the launches, the dearer ones: 29 µs each. They take 252 ms, kernels 441: the GPU decides. The step
-# is 2.9 times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products (a side of 64 or less).
-# Now both clocks are level, and *captured* saves 9 %. *Compiled* takes 2.2 times the roofline's *floor*.
+# is 2.9 times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products. Now both clocks are
+# level, and *captured* saves 9 %. *Compiled* takes 2.2 times its *floor*, the least time for its FLOPs and bytes.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -764,8 +764,7 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 441 ms hide launches of 252. Past 441, launches decide. That is nearly a fit: $c$ comes from short steps that take the
-# host as long.
+# Kernels of 441 ms hide launches of 252. That is hardly a test: $c$ was fitted to short steps with the same delay.
 #
 # **How far can you trust the replay?** All earlier readings of it:
 
@@ -873,8 +872,8 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# All lie between the ends but the loop's step, 9 % above them by uneven waits. Its kernels took 1.09 to 1.12 times the H200's, in a
-# range to 1.43. From them *dense* is 12 % short. RTX PRO and B200 are untested.
+# With the H100's own $c$ all lie between the ends but the loop's step, 9 % above by uneven waits. The H100's kernels took 1.09 to
+# 1.12 times the H200's, in a range to 1.43. From its 415 ms of kernels *dense* would take as long; 470 were measured.
 #
 # Launches don't get faster with a card. *Dense* takes 390 ms on H200 and B200 alike. From H100 to B200 the loop hardly gains,
 # *grouped* 1.7 to 2.4 times. An RTX PRO has half of the H100's speed for *dense*, in the article 0.4, and 0.9 to 1 for the loop.
@@ -938,7 +937,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 # %% [markdown]
 # ## Before you buy a card
 # 1. Put your step into section 4.
-# 2. Remove launches while they take longer than kernels. Has the card a `grouped_mm` (section 6)?
+# 2. Remove launches while they take longer than kernels. Has the card a `grouped_mm`?
 # 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and those whose range overlaps its. Time it
 #    there.
 # 4. Check that your batch fits: lab 09.
@@ -1083,7 +1082,7 @@ lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
 # PEFT's `target_modules` finds modules. Experts are parameters, which `target_parameters` names. bitsandbytes skips them, too, and
-# leaves them in 16 bits: 229 GB. The table assumes a loader that puts them in 4 bits, as the article's unsloth does.
+# leaves them in 16 bits: 229 GB. The table assumes a loader that puts them in 4 bits, as unsloth does.
 #
 # **Does a batch fit?** For texts of 2,048 tokens, in $10^9$ bytes. A card of 96 GB has 103:
 
@@ -1121,8 +1120,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits if checkpointed. gpt-oss at batch 32 fits an H100, too:
-# 78 of 86 GB. The article ran 16 there.
+# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits. gpt-oss at batch 32 fits an H100, too: 78 of 86 GB.
+# The article ran 16 there.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1186,11 +1185,12 @@ for run in [run for run in large if run.metric("flops_per_step") and run.metric(
     took = run.metric("kernels_ms") / 1e3
     row = {"Qwen3-32B": run.tags["method"], "card": card.name}
     row |= {"predicted, s": seconds, "its kernels, s": took, "off by": off_by(seconds, took)}
-    rows.append(row | {"its step, s": run.metric("step_ms") / 1e3})
+    rows.append(row | {"its traced step, s": run.metric("traced_step_ms") / 1e3})
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# **Then launches.** Layers are alike: thin models of one and two layers tell how many operations any depth has.
+# They are 16 and 32 % too long: trust what follows to a third. **Then launches.** Layers are alike: thin models of one and two
+# layers tell how many operations any depth has.
 
 
 # %%
@@ -1263,9 +1263,8 @@ fitted_us = ours_us * (articles_s - waits_s) / in_short["host, s"]
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# On gpt-oss's short texts launches decide. Both of the article's cards make 0.9 times the model's examples: two like hosts, of 23
-# µs a launch. On Qwen3-32B kernels decide. There the article is 1.4 and 1.8 times as fast as the model: its kernels are shorter, or
-# ours too long.
+# On gpt-oss's short texts launches decide. Both of the article's cards make 0.9 times the model's examples: like hosts, 23 µs a
+# launch. On Qwen3-32B kernels decide: the article is 1.4 and 1.8 times as fast as the model, so ours are too long.
 #
 # **Which host does it take?** Draw the ratio on long texts over hosts: a band from our kernels to kernels as short as the
 # article's.
@@ -1316,8 +1315,8 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** They may, if both hosts are alike, as equal short texts suggest. With the article's batches its ratio takes hosts of
-# 19 to 28 µs; its short texts say 23. With 32 texts on both, the H100 wins or draws with any host. So it takes both: hosts like
-# ours or slower, and half the batch on the H100.
+# 19 to 28 µs; its short texts say 23. With 32 texts on both, the H100 wins with any host. So it takes both: hosts like ours or
+# slower, and half the batch on the H100.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
