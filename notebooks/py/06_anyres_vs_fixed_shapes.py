@@ -496,33 +496,13 @@ def sums(found):
 
 seen = cells.values() if on_gpu else lab.references(experiment="methods")
 lab.table(sums(Runs([*seen, *on_record])))
+lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
 # together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
-#
-# Now to constant shapes alone. Images stay as they are, one a step. Rows are as long as they come (*blocks compiled*) or padded to
-# one length (*padded*). Both get the same images; no block is computed again. Compare ms for 1,000 computed tokens, padding
-# included; *useful tokens* is a share.
-
-# %%
-uniform.release_weights()
-recipes = lab06_anyres.shape_recipes(lab.scale)
-shaped = lab.measured_together(
-    recipes | {"bf16 again": recipes["bf16"]},
-    partial(lab06_anyres.any_shape, varied, 2 if tiny else 4),
-)
-columns = ("ms_per_1k_tokens", "step_ms", "floor_ms", "examples_per_s", "useful_tokens_per_s")
-columns += ("useful_tokens", "peak_allocated_gb")
-two = [shaped[name] for name in ("blocks compiled", "padded") if name in shaped]
-both = {"experiment": ("one shape", "ladder"), "rung": ("blocks compiled", False)}
-lab.show(two, columns, **both)
-lab.verdict("A2.fixed.speed", "A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 8 % less a computed token on the H200, by the interval 6 to 20. That is within BF16's noise, and rows half as
-# long again spread fixed costs. It stays open.
-#
 # Other sizes without padding to 2,048, if time follows FLOPs:
 
 # %%
@@ -540,6 +520,28 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 #
 # **Question.** The article wishes for kernels that take any length, so that AnyRes keeps its resolution at the speed of fixed
 # shapes. How fast can AnyRes be today?
+#
+# **Is one length faster by itself?** Images stay, one a step. Rows are as long as they come (*blocks compiled*) or padded to one
+# length (*padded*). Both get the same images; no block is computed again. Compare ms for 1,000 computed tokens; *useful tokens* is
+# a share.
+
+# %%
+uniform.release_weights()
+recipes = lab06_anyres.shape_recipes(lab.scale)
+shaped = lab.measured_together(
+    recipes | {"bf16 again": recipes["bf16"]},
+    partial(lab06_anyres.any_shape, varied, 2 if tiny else 4),
+)
+columns = ("ms_per_1k_tokens", "step_ms", "floor_ms", "examples_per_s", "useful_tokens_per_s")
+columns += ("useful_tokens", "peak_allocated_gb")
+two = [shaped[name] for name in ("blocks compiled", "padded") if name in shaped]
+both = {"experiment": ("one shape", "ladder"), "rung": ("blocks compiled", False)}
+lab.show(two, columns, **both)
+lab.verdict("A2.fixed.cause")
+
+# %% [markdown]
+# Padded rows took 8 % less a computed token on the H200, by the interval 6 to 20. That is within BF16's noise, and rows half as
+# long again spread fixed costs. So one length gives little, and costs a third of the tokens.
 #
 # **Technique.** First, no padding: several examples share a row, and a mask keeps them apart.
 
@@ -625,7 +627,7 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# *packed* computes 1,000 tokens in 61.5 ms, *padded* in section 5 took 64.3: AnyRes as fast as a fixed length. Fewer logits may be
+# *packed* computes 1,000 tokens in 61.5 ms, *padded* took 64.3: AnyRes as fast as a fixed length. Fewer logits may be
 # a part, and a packed step has four times as many tokens, of other images. It takes 59 GB, where *blocks compiled* takes 27, and
 # its gradient is that of a larger batch.
 #
