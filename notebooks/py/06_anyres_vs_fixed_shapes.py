@@ -501,8 +501,7 @@ lab.verdict("A2.fixed.speed")
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
 # together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
-
-# %% [markdown]
+#
 # Other sizes without padding to 2,048, if time follows FLOPs:
 
 # %%
