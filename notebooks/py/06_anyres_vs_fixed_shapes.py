@@ -263,7 +263,7 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 # %% [markdown]
 # Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You measure
 # batch 4; the parameter `batches` replaces it. *Floor* is the least time for the step's FLOPs at your card's rate, *MFU* the share
-# of its peak, which is higher for FP8. Steps are medians, rates cover all steps, speed-ups compare rounds: columns needn't divide.
+# of its format's peak. Steps are medians, rates cover all steps, speed-ups compare rounds: columns needn't divide.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -310,7 +310,8 @@ plt.show()
 #   by formula at 13.
 #
 # From batch 8 on each time is one step. At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. So it is 0.64 to 1.01
-# times as fast as *bf16*. The course decides about time only where that lies within 3 %: these verdicts are open.
+# times as fast as *bf16*. The course decides about time only where that lies within 3 %: verdicts on time in sections 5, 6 and 9
+# are open.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -320,7 +321,7 @@ plt.show()
 # **Question.** Do varying images make the compiler start over? And did they in the article, whose images are all 500 × 500?
 #
 # **Technique.** Code is compiled for the sizes that it meets. A *guard* checks them at each call. If it fails, the code is compiled
-# again: a *recompilation*. Dynamo reports when it starts and ends, which gives a counter and a timeline.
+# again: a *recompilation*. Dynamo reports when it starts and ends.
 
 
 # %%
@@ -511,8 +512,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. Constant shapes can have given 1
-# to 13 points.
+# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left; constant
+# shapes gave at most these.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -539,8 +540,8 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 8 % less a computed token on the H200, by the interval 6 to 20. That is within BF16's noise, and rows half as
-# long again spread fixed costs. So one length gives little, and costs a third of the tokens.
+# Padded rows took 8 % less a computed token on the H200, by the interval 6 to 20: within BF16's noise, and they are half as long
+# again, so fixed costs weigh less. A third of their tokens is padding: useful tokens a second fall by 26 %.
 #
 # **Technique.** First, no padding: several examples share a row, and a mask keeps them apart.
 
@@ -626,9 +627,9 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# *packed* computes 1,000 tokens in 61.5 ms, *padded* took 64.3: AnyRes as fast as a fixed length. Fewer logits may be
-# a part, and a packed step has four times as many tokens, of other images. It takes 59 GB, where *blocks compiled* takes 27, and
-# its gradient is that of a larger batch.
+# *packed* took 61.5 ms for 1,000 computed tokens, *padded* 64.3. That doesn't show AnyRes as fast as a fixed length: a packed step
+# has four times as many tokens, and fewer logits. It takes 59 GB, where *blocks compiled* takes 27, and its gradient is that of a
+# larger batch.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
 # +13 %. Compiling saves 31 %: its interval is narrow, but BF16 against itself varied as much.
@@ -944,8 +945,8 @@ looks |= {"fixed": ("C4", "-"), "fixed-fp8-te": ("grey", "--")}
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# The chart doesn't follow. FP8 with fixed shapes catches *BF16* after 135 steps, fixed shapes alone after 220. But BF16 isn't
-# fastest. FP8 alone is ahead until about 150 steps, then FP8 with fixed shapes, until about 770.
+# The chart doesn't follow. Its limits, 135 and 220 steps, are where a method overtakes *BF16*. It would have to overtake the
+# fastest: FP8 alone until about 150 steps, then FP8 with fixed shapes, until about 770.
 #
 # A CPU uses the H200's runs.
 
