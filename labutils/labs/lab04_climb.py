@@ -60,9 +60,7 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
             runs[name].metrics |= bench.watch(name)
     for name in TRACED if on_gpu else TRACED[-1:]:
         if (run := runs[name]).ok:
-            trace = bench.profile(name, folder / name.replace(" ", "-"), steps=2)
-            run.metrics |= trace.metrics(run.metric("step_ms"), run.metric("data_ms"))
-            run.metrics["kernel_categories"] = trace.categories()
+            trace = bench.trace_into(run, folder, steps=2)
             regions = trace.calls_of("Torch-Compiled Region") / run.recipe["accumulation"]
             run.metrics |= {"compiled_regions": regions} if name == "compile" else {}
     return in_lanes(runs, A1_LADDER) | {name: run.result() for name, run in tried.items()}

@@ -18,7 +18,6 @@ import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch._inductor.utils import fresh_cache
-from torch.utils.data import DataLoader
 
 from labutils.labs.ladders import A2_BASE, A2_LADDER, climb, distinct_on, in_lanes
 from labutils.layers.cuda_graph import VARIANTS
@@ -30,6 +29,7 @@ from labutils.results.records import Run, summarise, to_frame
 from labutils.training import Benchmark, Trainer, train
 from labutils.training.model_edits import prepared_for_kbit, with_costs
 from labutils.workloads import Workload, open_workload
+from labutils.workloads.llava import MultimodalLora
 
 BLOCKS = {"compile": "default", "compile_scope": "blocks"}
 WHOLE = BLOCKS | {"compile_scope": "model"}
@@ -141,23 +141,22 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
 
 # Any shape, and fast
 
-ONE_SHAPE = {"padded": {"shapes": "padded", "token_budget": 3072, "dynamic": "static"}}
-"""Name -> what gives the rung "blocks compiled" one shape for good: rows padded to one length."""
+PADDED = {"shapes": "padded", "token_budget": 3072, "dynamic": "static"}
+"""What gives the rung "blocks compiled" one shape for good: rows padded to one length."""
 
 
 def shape_recipes(scale: str) -> dict[str, Recipe]:
     """Run's name -> recipe of the ladder's rungs, and of compiled blocks on rows of one shape. At
     tiny nothing is compiled, which takes a minute."""
     recipes = climb(A2_LADDER)
-    blocks = recipes["blocks compiled"]
-    recipes |= {name: blocks.but(**changes) for name, changes in ONE_SHAPE.items()}
+    recipes["padded"] = recipes["blocks compiled"].but(**PADDED)
     if scale != "tiny":
         return recipes
     plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
     return distinct_on("cpu", {name: recipe.but(**plain) for name, recipe in recipes.items()})
 
 
-def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
+def any_shape(workload: MultimodalLora, rounds: int) -> dict[str, Run]:
     """Name -> run of `shape_recipes`, interleaved, each in its rung's lane.
 
     A recipe gets the same images in each round, which differ in length more than recipes in time.
@@ -165,11 +164,8 @@ def any_shape(workload: Workload, rounds: int) -> dict[str, Run]:
     """
     torch._dynamo.reset()
     recipes = shape_recipes(workload.scale)
-    tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
-    tags |= {name: {"experiment": "one shape", "form": name} for name in ONE_SHAPE}
-    workers = 8 if workload.device.type == "cuda" else 0
-    loader = DataLoader(workload.dataset(None, A2_BASE), 1, num_workers=workers, collate_fn=list)
-    cut = [copy.deepcopy(one) for (one,) in loader]  # workers share files, of which few may be open
+    tags = A2_LADDER.tags() | {"padded": {"experiment": "one shape", "form": "padded"}}
+    cut = [copy.deepcopy(one) for one in workload.read_once(workload.dataset(None, A2_BASE))]
     options = {"same_batches": True, "dataset": lambda model, recipe: cut}
     with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2, **options) as bench:
         runs = bench.compare(recipes, steps=4, rounds=rounds, tags=tags)

@@ -84,20 +84,18 @@ def methods(workload: Workload, texts: str, folder: Path) -> dict[str, Run]:
     with Benchmark(workload, WARM_UP, same_batches=True, on_model=prepared_for_kbit) as bench:
         runs = bench.compare(recipes, STEPS[texts], min(FEW_ROUNDS, ROUNDS[workload.scale]), tags)
         for name in TRACED[texts] if workload.device.type == "cuda" else ():
-            trace_into(runs[name], bench, folder / texts)
+            try_trace(runs[name], bench, folder / texts, steps=1)
     peaks = {name: run.metric("peak_allocated_gb") for name, run in runs.items()}
     if peaks.get("lora") and peaks["qlora"]:
         runs["qlora"].metrics["memory_share"] = peaks["qlora"] / peaks["lora"]
     return _rated(runs, workload)
 
 
-def trace_into(run: Run, bench: Benchmark, folder: Path, steps: int = 1) -> None:
-    """Trace the steps that were timed of a run once more, and add what the trace says. Where that
-    fails, for lack of memory for example, the run stays as it was timed."""
+def try_trace(run: Run, bench: Benchmark, folder: Path, steps: int) -> None:
+    """Trace the steps that were timed of a run once more. Where that fails, for lack of memory for
+    example, the run stays as it was timed."""
     with suppress(RuntimeError, OSError, ValueError):
-        trace = bench.profile(run.run, folder / run.run.replace(" ", "-"), steps)
-        run.metrics |= trace.metrics(run.metric("step_ms"), run.metric("data_ms"))
-        run.metrics["kernel_categories"] = trace.categories()
+        bench.trace_into(run, folder, steps)
 
 
 def rungs(bench: Benchmark, recipes: Mapping[str, Recipe], rounds: int = 0) -> dict[str, Run]:
@@ -153,7 +151,7 @@ def large(workload: Workload, folder: Path) -> dict[str, Run]:
             run.tags = {"experiment": "qwen3-32b", "method": name, "checkpointing": "blocks"}
             if run.ok:
                 run.metrics["examples_per_h"] = 3600 * run.metric("examples_per_s")
-            trace_into(run, bench, folder, steps=2)
+            try_trace(run, bench, folder, steps=2)
     return runs
 
 

@@ -217,6 +217,14 @@ class Benchmark:
             wait = max(0, self.lead_in - 1)
         return profile(candidate.trainer, steps, folder, wait=wait, with_shapes=with_shapes)
 
+    def trace_into(self, run: Run, folder: Path, steps: int) -> Trace:
+        """`profile` of the recipe that `run` is of, in a folder of its name; the run's metrics get
+        what the trace says."""
+        trace = self.profile(run.run, folder / run.run.replace(" ", "-"), steps)
+        run.metrics |= trace.metrics(run.metric("step_ms"), run.metric("data_ms"))
+        run.metrics["kernel_categories"] = trace.categories()
+        return trace
+
     def _working(self, name: str) -> Candidate:
         if name in self.failed:
             raise RuntimeError(f'"{name}" failed ({self.failed[name]}).')

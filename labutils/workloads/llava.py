@@ -16,7 +16,7 @@ billion parameters, `tiny` one of two thin blocks and small tiles.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,14 +191,20 @@ class MultimodalLora(DecoderWorkload):
         """Every example with its tiles' features in the place of their pixels, in memory. The
         vision tower is frozen and the pixels are the same each epoch, so features are too."""
         began = time.perf_counter()
-        workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
         kept = []
-        for (example,) in DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list):
+        for example in self.read_once(examples):
             features = model.vision(example.pop("pixel_values").to(self.device)).cpu()
             kept.append(example | {"features": features})
         encoded = EncodedTiles(kept)
         encoded.encode_s = time.perf_counter() - began
         return encoded
+
+    def read_once(self, examples: Any) -> Iterator[dict[str, Any]]:
+        """Every example in order, read by several workers beside a GPU. Its tensors lie in their
+        shared memory, of which few may be held: copy those that stay."""
+        workers = min(8, usable_cores() - 1) if self.device.type == "cuda" else 0
+        for (example,) in DataLoader(examples, batch_size=1, num_workers=workers, collate_fn=list):
+            yield example
 
     def collate_in(self, layout: Layout, published: bool) -> Callable[[list], Batch]:
         image = self._processor().image_token_id

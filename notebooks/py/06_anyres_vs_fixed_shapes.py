@@ -269,14 +269,14 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
 if wrong := sorted(set(more.split()) - set(lab06_anyres.METHODS)):
     raise ValueError(f"more has {wrong}, but it takes some of: {' '.join(lab06_anyres.METHODS)}")
-names = dict.fromkeys((*METHODS, *more.split()))
+names = tuple(dict.fromkeys((*METHODS, *more.split())))
 if not on_gpu:
     names = ("bf16", "qlora", "eager-fixed", "fp8-frozen")
 cells = {}
 for batch in whole_numbers("batches", batches) or [1 if tiny else 4]:
     visits = 2 if tiny else 8 if batch == 1 else 3 if batch <= 4 else 1
-    measure = partial(lab06_anyres.compared, uniform, tuple(names), batch, visits)
-    cells |= lab.measured_together(lab06_anyres.cells(tuple(names), batch), measure)
+    measure = partial(lab06_anyres.compared, uniform, names, batch, visits)
+    cells |= lab.measured_together(lab06_anyres.cells(names, batch), measure)
 
 # %%
 columns = ("first_step_s", "step_ms", "speed-up", "floor_ms", "data_ms", "mfu")

@@ -65,6 +65,7 @@ import transformers
 from bitsandbytes import functional as bnb
 from torch import nn
 
+# %%
 from labutils.course import plots
 from labutils.data import toy_articles
 from labutils.labs import lab07_qlora
