@@ -1,7 +1,7 @@
 """Lab 07's measurements: article A3's methods, recipes of our own on packed rows, Qwen3-32B.
 
 runs = methods(workload, "long", folder)  LoRA, QLoRA, and what comes with QLoRA
-with Benchmark(workload, same_batches=True) as bench:
+with Benchmark(workload, WARM_UP, same_batches=True) as bench:
     runs = rungs(bench, PACKED)           weights in 16 and in 4 bits on the same packed rows
 runs = large(workload, folder)            Qwen3-32B, a few steps
 """
@@ -98,10 +98,11 @@ def try_trace(run: Run, bench: Benchmark, folder: Path, steps: int) -> None:
         bench.trace_into(run, folder, steps)
 
 
-def rungs(bench: Benchmark, recipes: Mapping[str, Recipe], rounds: int = 0) -> dict[str, Run]:
+def rungs(bench: Benchmark, recipes: Mapping[str, Recipe]) -> dict[str, Run]:
     """Name -> run of recipes on packed rows, interleaved. Their first steps are not on record:
-    unsloth loads meanwhile. rounds: 0: as many as in any comparison."""
+    unsloth loads meanwhile."""
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
+    rounds = min(FEW_ROUNDS, ROUNDS[bench.workload.scale])
     runs = bench.compare(recipes, STEPS["packed"], rounds, tags)
     for run in runs.values():
         run.metrics.pop("first_step_s", None)

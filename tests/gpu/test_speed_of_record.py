@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(600)
 TOLERANCE = 0.03
 STEPS, ROUNDS = 6, 2
 BEST = [
-    ("04", "merged batch"),
     ("04", "folded LoRA"),
     ("07", "blocks compiled"),
     ("07", "FP8 weights"),
