@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from labutils.labs.ladders import A1_LADDER, climb, distinct_on, in_lanes
@@ -11,8 +11,8 @@ from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Run
 from labutils.training import Benchmark, try_isolated
 
-AHEAD = ("channels last", "folded LoRA")
-"""Rungs whose kernels other processes put into the cache, while this one compiles those of the
+AHEAD = "folded LoRA"
+"""The rung whose kernels another process puts into the cache, while this one compiles those of the
 rungs before."""
 WATCHED = ("stock", "workers", "pinned")
 TRACED = ("workers", "compile", "whole-step graph", "folded LoRA")
@@ -45,11 +45,10 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     tried, on_gpu = {}, bench.workload.device.type == "cuda"
     with ThreadPoolExecutor() as pool:
         if on_gpu:
-            ahead = [pool.submit(try_isolated, bench.workload, recipes[name], 1) for name in AHEAD]
-            before = list(recipes)[: list(recipes).index(AHEAD[0])]
-            bench.prepare({name: recipes[name] for name in before})
+            ahead = pool.submit(try_isolated, bench.workload, recipes[AHEAD], 1)
+            bench.prepare({name: recipe for name, recipe in recipes.items() if name != AHEAD})
             tried = {mode: pool.submit(_try_mode, bench, mode) for mode in MODES}
-            wait(ahead)
+            ahead.result()
         bench.prepare(recipes)
     why = "skipped: on a CPU this rung is no different from one above it"
     runs = {name: Run("04", name, status=why, tags=tags[name]) for name in tags}

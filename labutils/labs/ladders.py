@@ -37,9 +37,8 @@ WORKERS = {"num_workers": 8, "persistent_workers": True}
 NO_WORKERS = {"num_workers": 0, "persistent_workers": False}
 NO_WAITS = {"logging": "ring-buffer", "optimizer": "adamw-fused"}
 CHANNELS_LAST = {"memory_format": "channels_last", "layers": "rewritten", "cudnn_benchmark": True}
-CHANNELS_LAST |= {"compile_scope": "everything"}
-CACHED = {"cache": "latents+text", "compile_scope": "model"} | NO_WORKERS
-FOLDED = {"micro_batch": 4, "accumulation": 1, "streams": 1, "adapter": "folded"}
+CACHED = {"cache": "latents+text"} | NO_WORKERS
+FOLDED = {"micro_batch": 4, "accumulation": 1, "streams": 1, "adapter": "folded"} | CHANNELS_LAST
 A1_LADDER = Ladder(
     STOCK,
     Rung("stock", ARTICLE, {}, "the public script as downloaded"),
@@ -48,10 +47,9 @@ A1_LADDER = Ladder(
     Rung("pinned", ARTICLE, {"pin_memory": True, "non_blocking": True}, "no wait for copies"),
     Rung("no host waits", WORK, {"driver": "eager"} | NO_WAITS, "no accelerate, no loss is read"),
     Rung("whole-step graph", WORK, {"driver": "graph"} | WORKERS, "one launch for four images"),
-    Rung("channels last", WORK, CHANNELS_LAST, "tensor cores' layout, kept; compiled encoders"),
     Rung("side by side", WORK, {"streams": 4}, "one image's kernels don't fill the GPU"),
     Rung("cached encoders", MATHEMATICS, CACHED, "frozen: ask once, sample anew each step"),
-    Rung("folded LoRA", MATHEMATICS, FOLDED, "one batch of four; W + BA once, one projection"),
+    Rung("folded LoRA", MATHEMATICS, FOLDED, "one batch of four, channels last; W + BA once"),
 )
 """From article A1's starting point to as far as we get; each rung keeps the changes of those above
 it.

@@ -98,8 +98,8 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # %, the verdict on a time is *inconclusive: unsteady machine*. Tables compare with their first row, the picture with the rung
 # above. A speed-up is the median of ratios, round by round.
 #
-# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Two other processes compile
-# the later rungs' UNets meanwhile: so a first step takes somewhat longer than by itself. On a CPU the UNet is not compiled.
+# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Another process compiles
+# the last rung's UNet meanwhile: so a first step takes somewhat longer than by itself. On a CPU the UNet is not compiled.
 
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:
@@ -508,7 +508,7 @@ with lab.attempt("micro-batches side by side"):
         print(f"{work.__name__}: {1e3 * seconds(capture(work).replay, times=100):.3f} ms")
 
 # %%
-names = ("whole-step graph", "channels last", "side by side")
+names = ("whole-step graph", "side by side")
 columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
@@ -574,7 +574,8 @@ with torch.no_grad():
 print("projected gradients: those of the plain layer")
 
 # %% [markdown]
-# The rung *folded LoRA* also takes one batch of four instead of four of one: you write that in exercise 3.
+# The rung *folded LoRA* takes section 5's layout, too, and one batch of four instead of four of one. You write that batch in exercise
+# 3.
 #
 # **Your prediction:** the floor of four images without VAE and text encoder is about 9 ms on the H100; your own stands in the
 # table below. How many milliseconds do they take on the last rung?
@@ -586,7 +587,7 @@ lab.predict("the last rung", my_best_ms, "ms")
 
 # %%
 top = ("cached encoders", "folded LoRA")
-names = ("side by side" if lab.device == "cuda" else "channels last", *top)
+names = ("side by side" if lab.device == "cuda" else "no host waits", *top)
 columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
