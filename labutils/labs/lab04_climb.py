@@ -46,8 +46,8 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     with ThreadPoolExecutor() as pool:
         if on_gpu:
             ahead = pool.submit(try_isolated, bench.workload, recipes[AHEAD], 1)
-            bench.prepare({name: recipe for name, recipe in recipes.items() if name != AHEAD})
             tried = {mode: pool.submit(_try_mode, bench, mode) for mode in MODES}
+            bench.prepare({name: recipe for name, recipe in recipes.items() if name != AHEAD})
             ahead.result()
         bench.prepare(recipes)
     why = "skipped: on a CPU this rung is no different from one above it"
