@@ -101,7 +101,7 @@ def few_blocks(monkeypatch):
 
 
 def test_what_is_traced_computes_the_same(few_blocks, monkeypatch):
-    """The whole network, by the compiler's front end and its autograd, without the code generator."""
+    """The whole UNet, by the compiler's front end and its autograd, without the code generator."""
     original, compiled = torch.compile, []
 
     def traced(target: object, **options: object) -> object:
