@@ -70,10 +70,10 @@ def tallies(board: pd.DataFrame) -> str:
     return "\n\n".join(words)
 
 
-def confirmed(board: pd.DataFrame) -> float | None:
-    """Of the statements that the reference could test, the percentage that it confirmed."""
+def confirmed(board: pd.DataFrame) -> tuple[int, int]:
+    """How many statements the reference confirmed, and how many it could test."""
     mine = board[(board["kind"] == "statement") & board["reference"].notna()]
-    return 100 * (mine["reference_verdict"] == judges.CONFIRMED).mean() if len(mine) else None
+    return int((mine["reference_verdict"] == judges.CONFIRMED).sum()), len(mine)
 
 
 def farthest_off(board: pd.DataFrame, most: int = 12) -> pd.DataFrame:

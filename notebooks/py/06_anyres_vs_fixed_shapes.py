@@ -20,8 +20,7 @@
 #
 # Article A2 trains LLaVA-NeXT, which reads images and text. The article tries what helps language models: FP8, `torch.compile`,
 # QLoRA. Then it forces all images to one size, and a step takes half the time. Its explanation is *AnyRes*: images of different
-# shapes become different numbers of tokens, and the compiler starts over. But a small square also has fewer tokens. You take the
-# two causes apart. Then you train fast on images of any shape.
+# shapes become different numbers of tokens, and the compiler starts over. But a small square also has fewer tokens.
 #
 # **After this lab you can**
 # - count an image's tokens, and write a collator for a multimodal model;
@@ -37,7 +36,11 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 141 GB | 6 minutes; all of the article's batch sizes, 12 more |
 #
-# The architecture at `full` is llava-v1.6-mistral-7b's. A CPU has neither FP8 products nor GPU memory.
+# The architecture at `full` is llava-v1.6-mistral-7b's.
+#
+# There are two stories. *AnyRes:* sections 1 and 2 count tokens, 4 recompilations, 5 splits the speed-up, 6 makes AnyRes fast.
+# *The article's other claims:* 3, 7, 8, 9. On a first reading take the first story, and of section 3's table the rows *bf16*,
+# *compile*, *fixed*.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -112,8 +115,8 @@ geometry = SIZES["full"].geometry  # the article's model's, at any scale
 # bypass AnyRes?
 #
 # **Technique.** The vision tower reads *tiles* of 336 × 336 pixels, and makes 24 × 24 tokens of each. AnyRes shows the tower
-# every image twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens of padding are dropped,
-# as many on either side. Each line of the grid ends with a newline token.
+# every image twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens that show only padding are
+# dropped. Each line of the grid ends with a newline token.
 
 # %%
 TILE, SIDE = 336, 24  # a tile's pixels, and tokens, along a side
@@ -226,7 +229,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# The tiles are padded, too: to as many as the image with the most has.
+# Tiles are padded, too: all images get as many as the largest.
 #
 # **Takeaway.** Report useful tokens a second and images a second together. A small square raises the second number by throwing
 # pixels away.
@@ -261,9 +264,9 @@ my_crossing_batch: float | None = None  # a batch size
 lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
-# Each batch size is one comparison in interleaved rounds, BF16 twice: `compared` in `labutils/labs/lab06_anyres.py`. You measure
-# batch 4; the parameter `batches` replaces it. *Floor* is the least time for the step's FLOPs at your card's rate, *MFU* the share
-# of its format's peak. Steps are medians, rates cover all steps, speed-ups compare rounds: columns needn't divide.
+# You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
+# differ by more than 3 %, the machine is *unsteady*, and no time decides. Memory and counts stay valid. *Floor* is the least time
+# for the step's FLOPs at your card's rate, *MFU* the share of its format's peak.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -286,7 +289,7 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# The article's other batches, on another H200:
+# Other batches, on another H200:
 
 # %%
 some |= {"batch": (2, 8, 16, 24), "method": METHODS, "again": False}
@@ -310,8 +313,7 @@ plt.show()
 #   by formula at 13.
 #
 # From batch 8 on each time is one step. At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. So it is 0.64 to 1.01
-# times as fast as *bf16*. The course decides about time only where that lies within 3 %: verdicts on time in sections 5, 6 and 9
-# are open.
+# times as fast as *bf16*. So verdicts on time in sections 5, 6 and 9 are open.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -366,8 +368,8 @@ ax.set(yticks=(0.4, 1.4), yticklabels=("compiler", "steps"), xlabel="ms, by defa
 plt.show()
 
 # %% [markdown]
-# Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default the second length is
-# compiled anew, and its code then takes any length. After 8 versions of a function PyTorch runs it uncompiled.
+# Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default a second length is
+# compiled anew, once: the new code takes any length. After 8 versions of a function PyTorch runs it uncompiled.
 #
 # Asking the device for a size splits its graph: a *graph break*. To put image tokens into their places, the published model counts
 # them on the device. A collator can say beforehand which image token belongs where.
@@ -431,8 +433,8 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# The article's images all have one number of tokens. So their size caused none of the 11 recompilations. What did isn't measured;
-# `TORCH_LOGS=recompiles` prints it. Varied images add 8: the published model still recompiled in step 6.
+# The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. What did isn't
+# measured; `TORCH_LOGS=recompiles` prints it. Varied images add 8: the published model still recompiled in step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on.
 
@@ -512,8 +514,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left; constant
-# shapes gave at most these.
+# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left, of
+# which constant shapes may explain some.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -540,8 +542,8 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 8 % less a computed token on the H200, by the interval 6 to 20: within BF16's noise, and they are half as long
-# again, so fixed costs weigh less. A third of their tokens is padding: useful tokens a second fall by 26 %.
+# Padded rows took 8 % less a computed token on the H200, within BF16's noise. A third of their tokens is padding: useful tokens a
+# second fall by 26 %.
 #
 # **Technique.** First, no padding: several examples share a row, and a mask keeps them apart.
 
@@ -570,8 +572,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Positions start anew with each example.
 #
-# Second, never all logits at once: they are one number for each token and each of 32,064 words. Compute the loss in chunks, and
-# compute each chunk again in the backward pass.
+# **Optional: memory of the loss.** Never all logits at once: they are one number for each token and each of 32,064 words. Compute
+# the loss in chunks, and compute each chunk again in the backward pass.
 
 
 # %%
@@ -600,9 +602,9 @@ for loss in losses.values():
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits* takes places from
-# the collator, has the fused AdamW, and reads no loss. The chunked loss isn't among them: *packed* computes logits of answers only,
-# which are fewer still.
+# **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
+# takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only, and needs no
+# chunks. A hollow marker's rung differs from the one above by less than the noise.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -627,12 +629,14 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# *packed* took 61.5 ms for 1,000 computed tokens, *padded* 64.3. That doesn't show AnyRes as fast as a fixed length: a packed step
-# has four times as many tokens, and fewer logits. It takes 59 GB, where *blocks compiled* takes 27, and its gradient is that of a
-# larger batch.
+# *packed* took 61.5 ms for 1,000 computed tokens, *padded* 64.3. The two can't be compared: a packed step has four times as many
+# tokens, and fewer logits. Its gradient is that of a larger batch. It takes 59 GB, where *blocks compiled* takes 27.
+#
+# So the article's images all have one count of tokens, and varying images can't explain its slow steps (section 4). Most of its
+# gain is compiling and fewer tokens (5).
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
-# +13 %. Compiling saves 31 %: its interval is narrow, but BF16 against itself varied as much.
+# +13 %.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -808,7 +812,7 @@ steps = model = None
 # *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB
 # with it, 10.4 with *fp8-frozen*.
 #
-# FP8 was probably slower here. In section 3 *fp8-te* was faster from batch 4 on, where a step has six times as many tokens.
+# FP8 was probably slower here. Section 3's *fp8-te* was faster, with six times as many tokens a step.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -869,7 +873,7 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # %% [markdown]
 # With random weights the `tiny` model trains, ten steps as in the article. BF16 ended at 6.25 to 6.49 on the H200: its seeds lie
 # 3.8 % apart, which hides 2 %. Here a seed also draws the frozen weights, unlike in fine-tuning. Seed by seed each method ends
-# within 0.12 % of BF16, now above and now below. So small a random model can judge none of the article's numbers.
+# within 0.12 % of BF16. So small a model can judge none of the article's numbers.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -970,9 +974,9 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it is probably ahead after five steps, and stays there. On
-# record, at batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains
-# 1.5 times its useful tokens a second.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it is probably ahead from step five on. On record, at
+# batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains 1.5 times
+# its useful tokens a second.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps.
 

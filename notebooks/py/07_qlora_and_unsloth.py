@@ -161,7 +161,7 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# The claim says that all other codes become 0, or nearly so. At 100 sigma it is 31 %; all would take about 1,270.
+# At 100 sigma 31 % of the other codes are 0 and the rest near it, at most ±6. From about 1,270 sigma on all are 0.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -170,8 +170,8 @@ lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 #
 # **Question.** Four bits are 16 levels. Weights are roughly normal: many small ones, few large ones. Where should the levels lie?
 #
-# **Technique.** NF4 puts them at *quantiles*, evenly spaced in probability. Eight lie above zero, seven below, and one is
-# zero. Probability 1 is infinitely far, so the last takes 0.9677, halfway between 1 − 1/32 and 1 − 1/30.
+# **Technique.** NF4 puts them at *quantiles*, evenly spaced in probability. Eight lie above zero, seven below, and one is zero.
+# The quantile of probability 1 is infinite, so the last level takes 0.9677, halfway between 1 − 1/32 and 1 − 1/30.
 
 # %%
 edge = 0.9677083  # between 1 - 1/32 and 1 - 1/30: half a share of 16, and of 15
@@ -235,8 +235,7 @@ own = (levels8[double.absmax.view(-1, 256).int()] * peaks8 + mean).view(-1, 1)
 assert torch.equal((nf4[codes] * own).view_as(W), bnb.dequantize_4bit(library, double))
 
 # %% [markdown]
-# This cell runs on the CPU. There bitsandbytes looks 8-bit codes up in a table, so two in a thousand lie a level farther. On a
-# GPU they are the nearest.
+# On a CPU bitsandbytes takes the code next to the nearest for two in a thousand constants.
 
 # %%
 one_codes, one_peak = nearest(int4, W.view(1, -1))
@@ -263,12 +262,12 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are not.
-# NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma on
-# average. So levels are stretched, and codes near zero too frequent. The picture's spikes are the blocks' largest weights.
+# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are
+# not. NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma on
+# average. So levels are stretched, and codes near zero too frequent.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh. Near half of that is its 16th level: INT4 with 16
-# would have 15 steps, 7 % narrower than its 14. Doubly quantised, a weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, nearly half of it because it has 16 levels and
+# our INT4 15. Doubly quantised, a weight takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -454,7 +453,7 @@ print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
 # **Prediction.** On packed rows of 4,096 tokens the H200 takes 395 ms a step with 16-bit weights. How many percent longer is it
-# with 4 bits?
+# with 4 bits? If the host were the limit, 2 × 252 calls of some 100 µs would add 50 ms.
 
 # %%
 my_bits: float | None = None  # for example 20
@@ -502,13 +501,13 @@ lab.verdict("A3.qlora.cause")
 # %% [markdown]
 # On the H200 4 bits made the step 20 ms longer, 5 %:
 #
-# - Kernels that restore weights take 17 ms, and all kernels together 17 more than before. The formula says 16.
-# - The host needs some 100 µs more for a forward call. Twice 252 such calls would be 50 ms, but only 3 show: the host runs ahead.
+# - Kernels that restore weights take 17 ms, and all kernels together 17 more than before.
+# - Of the host's 50 ms only 3 show: it runs ahead.
 #
 # With PEFT's own layers 4 bits can read as *faster*: its LoRA layer for plain weights casts its input to float32 and back, the one
 # for 4-bit weights doesn't. So the pair has adapters without casts.
 #
-# **Takeaway.** 4 bits alone cost 20 ms: 17 are restoring, where the formula says 16. For LLaVA it says 24, and its kernels take 26.
+# **Takeaway.** 4 bits alone cost what restoring takes, and the formula gives it: 16 ms for 17, for LLaVA 24 for 26.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -552,9 +551,9 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# Eight blocks' inputs are the 4.2 MB; any further tensors weigh nearly nothing. These copies stop the GPU. The course's
-# `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor
-# while the block behind it is computed.
+# Eight blocks' inputs are the 4.2 MB. These copies stop the GPU. The course's `Parking`
+# (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor while the block
+# behind it is computed.
 #
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
@@ -587,16 +586,19 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 63 % longer than LoRA's, 575 ms:
+# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 575 ms longer than LoRA's, 62 % by the two
+# steps:
 #
 # - 357 ms are checkpoints. With checkpoints in both, QLoRA takes 17 % longer.
 # - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring 26. PEFT's float32 adds to the first two, its
 #   4-bit layer saves casts.
 # - 40 ms are gaps.
 #
-# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. Of the 10 GB that the format alone saved in
-# section 4, float32 takes some 5 back. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here
+# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10 GB;
+# float32 copies take some 5 of them back. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here
 # *logits*, 152 thousand for each token, set the peak.
+#
+# The verdict *refuted* is about QLoRA as it is usually written. The format costs 5 %.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -634,9 +636,8 @@ def load_with_unsloth(folder):
 # unsloth minds the order of products, as PEFT does. $x(BA)^\top$ forms a matrix as large as the weight; $(xA^\top)B^\top$
 # never does.
 #
-# **Prediction.** A block of Qwen3-8B has two matrices of 4096 × 4096, two of 4096 × 1024 and three of 4096 × 12288. With $r =
-# 8$ and 3,444 tokens, how many times the FLOPs does the first order take, gradients included? The gradients of A and B take the
-# thin way in both.
+# **Prediction.** With $r = 8$, 3,444 tokens and the matrices of a block of Qwen3-8B, in the cell below, how many times the FLOPs
+# does the first order take, gradients included?
 
 # %%
 my_order: float | None = None  # for example 10
@@ -672,7 +673,9 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# So the order is no gain over PEFT, whose code takes the thin matrices first, too.
+# So the order is no gain over PEFT, whose code takes the thin matrices first, too. Memory is another matter. In section 5 the
+# logits set the peak: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or three. unsloth computes its
+# loss by chunks, and its checkpoints wait on the host.
 #
 # **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports, loads and takes its
 # first steps, section 7's recipes are compiled here. What is timed waits until that is done.
@@ -700,12 +703,13 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # Against the usual QLoRA:
 #
-# - On long texts unsloth is worth a factor of two in time and more than three in memory. Packed rows train 1.6 times as many tokens
-#   a second again.
+# - On long texts unsloth is worth a factor of two in time and more than three in memory. With packed rows it trains a further 1.6
+#   times as many tokens a second.
 # - On short texts it is worth two in memory, and probably more than two in time. QLoRA's kernels take 208 of some 900 ms there: the
 #   host sets the pace, readings are noisy, and whether unsloth gains less is open.
 #
-# **Takeaway.** Which of unsloth's changes bring this, these runs don't separate.
+# **Takeaway.** Without whole copies of the logits most of the memory goes. Which change brings the time, these runs don't
+# separate.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -791,12 +795,13 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better. On the H200, between two processes:
 #
-# - Time a token: plain PyTorch took 6 % less. But ours is the mean of two rows, unsloth's the slower one alone; on that it is 5 %.
+# - Time a token: plain PyTorch took 6 % less. But our time averages two rows, and unsloth's is the slower of them. On that row
+#   ours takes 5 % less.
 # - Memory: 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
 # - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 stands apart: it also rounds
 #   activations and gradients.
 #
-# **Takeaway.** Plain PyTorch reaches unsloth's speed. 1.5 GB remain.
+# **Takeaway.** Compiled PyTorch reaches unsloth's speed with 1.5 GB more.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -827,9 +832,9 @@ lab.show([*larger.values()] or on_record, columns)
 # - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums gave 43
 #   to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7
 #   back.
-# - **Time:** don't take the table's step, GPU-busy and rate for QLoRA: they come from a mean of 7.5 and 5.1 s. Traced, each takes
-#   5.1, 18 % more than LoRA's 4.3. Its kernels take 615 ms more: elementwise ones 382, casts 149, restoring 111, by formula 106;
-#   products and attention take 29 less.
+# - **Time:** QLoRA's step in the table is the mean of 7.5 and 5.1 s, so take the traced one: 5.1 s, 18 % more than LoRA's 4.3.
+#   Its kernels take 615 ms more: elementwise ones 382, casts 149, restoring 111, by formula 106; products and attention take 29
+#   less.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 
@@ -839,9 +844,9 @@ lab.show([*larger.values()] or on_record, columns)
 # **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with
 # a bare title where it used to explain. What has changed, and can you change it back?
 #
-# **Technique.** Random weights have no habits. So you first train a small Qwen3 from scratch until it introduces what a text
-# is about. A text on the hot spring (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of
-# Asama." You needn't read Japanese: look at the form. Questions are about pairs of place and thing that no training text had.
+# **Technique.** Random weights have no habits. So you first train a small Qwen3 from scratch until it introduces what a text is
+# about. A text on the hot spring (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama."
+# Questions are about pairs of place and thing that no training text had.
 
 # %%
 steps, batch = 160, 32
@@ -919,14 +924,14 @@ print(
 
 # %% [markdown]
 # The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not
-# always right, with an adapter or without. Random weights can't say how a pretrained model answers.
+# always right, with an adapter or without.
 #
 # **Takeaway.** To change the task, change the adapter.
 
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("07.1")` shows how the first can be solved.
+# The easiest first. Each cell checks itself. `lab.solution("07.1")` shows how the first can be solved.
 
 # %%
 from unittest.mock import patch

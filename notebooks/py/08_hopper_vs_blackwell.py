@@ -23,8 +23,8 @@
 # workstation card wins on long texts, at a third of the price. The article blames the H100's *host*: its CPU hands out work too
 # slowly.
 #
-# You write a model of ten lines that predicts a step from its launches. For two real models a finer one was off by at most 20 % on
-# our H200s and H100s. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. For two real models a finer one was off by at most 20 %.
+# No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -224,8 +224,7 @@ for ax, k in zip(axes, (0.01, 0.04), strict=True):
 plt.show()
 
 # %% [markdown]
-# Above, the host decides, and waits for one kernel. Below, kernels decide, and the GPU waits for one launch: the last term. Real
-# launches aren't alike: use the replay.
+# Above, the host decides, and waits for one kernel. Below, kernels decide, and the GPU waits for one launch: the last term.
 #
 # **Takeaway.** The slower of two clocks decides. If that is the host's, a step is *launch-bound*.
 
@@ -453,9 +452,8 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# On our H200 the replay was off by at most 6 %, the larger of the two sums by up to 21. The replay leaves out gaps between kernels
-# and treats all launches alike. It was short in five of six steps. Where the host decides, it is tested less: $c$ comes from such a
-# step.
+# On our H200 the replay was off by at most 6 %, the larger of the two sums by up to 21. The replay leaves out gaps between
+# kernels and treats all launches alike. It was short in five of six steps.
 #
 # **Takeaway.** A trace and a short step predict a step. Sections 7 and 8 try other hosts and cards.
 
@@ -466,8 +464,8 @@ lab.table(pd.DataFrame(rows))
 #
 # **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop as above.
 #
-# The table's replay is the course's, finer than yours. It adds a *gap* of 1 to 2 µs between queued kernels, and lets some launches
-# take more than $c$, some less.
+# The table's replay is the course's, finer than section 4's: it adds a *gap* of 1 to 2 µs between queued kernels, and its
+# launches differ. For *dense* section 4's replay says 400 ms, this one 430.
 #
 # **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU idle?
 
@@ -570,8 +568,8 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # *Dense*: both clocks are level. Launches take 390 ms, kernels 371. The replay makes 430 of it; 419 and 425 were measured.
 #
-# *Loop*: the host decides. Launches take 1,259 ms, 20 µs each, kernels 498: the GPU idles 64 %. Waits add to that, unevenly: the
-# replay makes 1,373 of it. 1,371 were measured, *again* 1,483: hosts drift, and +0 % is luck.
+# *Loop*: the host decides. Launches take 1,259 ms, 20 µs each, kernels 498: the GPU idles 64 %. With its waits the replay makes
+# 1,373 of it. 1,371 were measured, *again* 1,483: hosts drift.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -618,8 +616,8 @@ for way in (expert_loop, grouped):
 # %% [markdown]
 # A *CUDA graph* records the launches of a function once, and gives them all to the GPU in one call.
 #
-# PyTorch 2.11 has a kernel for `grouped_mm` on compute capability 9 and 10 alone. Elsewhere, as on the RTX PRO 6000, it loops
-# and waits: a graph of it fails.
+# PyTorch 2.11 has a kernel for `grouped_mm` on compute capability 9 and 10 alone. Elsewhere, as on the RTX PRO 6000, it loops and
+# waits.
 
 # %%
 with lab.attempt("A CUDA graph of grouped"):
@@ -765,7 +763,7 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 441 ms hide launches of 252. That is hardly a test: $c$ was fitted to short steps with the same delay.
+# Kernels of 441 ms hide launches of 252. The slowed points are a weak test: their $c$ comes from short steps with the same delay.
 #
 # **How far can you trust the replay?** All earlier readings of it:
 
@@ -791,7 +789,7 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How long would the step take on other cards, with this host?
 #
 # **Technique.** Arithmetic scales with dense peak, memory traffic with bandwidth. Which bounds a kernel there isn't known: scale
-# all by peak, then all by bandwidth. Section 2's short form, here up to 7 % short, makes a step of each.
+# all by peak, then all by bandwidth. Section 2's short form makes a step of each. Every card gets this host's $c$.
 
 
 # %%
@@ -835,7 +833,8 @@ rows = [
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **A test.** We ran the same steps on an H100. Do its kernels lie between the ends? And its steps, with its own $c$?
+# **A test.** We ran the same steps on an H100. Do its kernels lie between the ends? And its steps, now with the $c$ of its own
+# host?
 
 # %%
 on_an_h100, rows = {}, []
@@ -873,11 +872,15 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# With the H100's own $c$ all lie between the ends but the loop's step, 9 % above by uneven waits. The H100's kernels took 1.09 to
-# 1.12 times the H200's, in a range to 1.43. From its 415 ms of kernels *dense* would take as long; 470 were measured.
+# All lie between the ends but the loop's step, 9 % above by uneven waits. The picture's bars have this host's $c$. The H100's
+# kernels took 1.09 to 1.12 times the H200's.
 #
 # Launches don't get faster with a card. *Dense* takes 390 ms on H200 and B200 alike. From H100 to B200 the loop hardly gains,
-# *grouped* 1.7 to 2.4 times. An RTX PRO has half of the H100's speed for *dense*, in the article 0.4, and 0.9 to 1 for the loop.
+# *grouped* 1.7 to 2.4 times. An RTX PRO has half of the H100's speed for *dense*, in the article 0.4.
+#
+# **Back to the article.** For the loop an RTX PRO has 0.9 to 1 of the H100's speed. How can it win by 1.3 to 1.4 on long texts?
+# The article ran 32 of them a step on it, and 16 on the H100. If the host decides, both steps take as long: the H100 makes half
+# as many examples. Section 11 tests this.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -938,7 +941,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 # %% [markdown]
 # ## Before you buy a card
 # 1. Put your step into section 4.
-# 2. Remove launches while they take longer than kernels. Has the card a `grouped_mm`?
+# 2. Remove launches while they take longer than kernels.
 # 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and those whose range overlaps its. Time it
 #    there.
 # 4. Check that your batch fits: lab 09.
@@ -969,9 +972,6 @@ with lab.attempt("Your own step on four cards"):
     heads = ("a step", "on", "ms by bandwidth", "by dense peak", "by bandwidth, host half as fast")
     pairs = product(queues_and_c.items(), my_cards)
     lab.table(heads, *((name, card.name, *step_on(*its, card)) for (name, its), card in pairs))
-
-# %% [markdown]
-# The dense step takes a B200 40 to 42 ms. With a host half as fast it takes 79, an H200 80.
 
 # %% [markdown]
 # ## 9 · The article's own counts
@@ -1005,8 +1005,8 @@ longest = expected_longest(LONG, 32)
 print(f"The longest of 32 long texts: {longest:,} tokens on average")
 
 # %% [markdown]
-# The article's H100 makes 9,200 long examples an hour on Qwen3-32B, in batches of 32. They have 861 tokens on average and at most
-# 2,048. We guess lognormal lengths with σ = 1: padded to the longest of 32, each has 2,045.
+# The article's H100 makes 9,200 long examples an hour on Qwen3-32B, in batches of 32, of 861 tokens on average and at most 2,048.
+# We guess lognormal lengths with σ = 1: padded to the longest of 32, each has 2,045.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on at its dense peak?
 
@@ -1037,7 +1037,7 @@ lab.table(pd.DataFrame(rows))
 # Padded, the article's H100 would reach 96 % of its peak, which isn't credible. Not padded, it reaches 39 %. So its texts probably
 # weren't padded.
 #
-# **Takeaway.** No card makes more than its peak over the work.
+# **Takeaway.** Examples an hour are at most peak FLOPs an hour over the FLOPs of an example.
 
 # %% [markdown]
 # ## 10 · Does it fit?
@@ -1082,8 +1082,8 @@ lab.keep(Run("08", "moe adapters", metrics={"adapted": adapted}, tags=tags))
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT's `target_modules` finds modules. Experts are parameters, which `target_parameters` names. bitsandbytes skips them, too, and
-# leaves them in 16 bits: 229 GB. The table assumes a loader that puts them in 4 bits, as unsloth does.
+# PEFT's `target_modules` finds modules. Experts are parameters, which `target_parameters` names. bitsandbytes skips those and
+# leaves them in 16 bits: 229 GB. The table assumes a loader as unsloth's, which puts them in 4.
 #
 # **Does a batch fit?** For texts of 2,048 tokens, in $10^9$ bytes. A card of 96 GB has 103:
 
@@ -1121,8 +1121,8 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits. gpt-oss at batch 32 fits an H100, too: 78 of 86 GB.
-# The article ran 16 there.
+# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits if its blocks are checkpointed. gpt-oss at batch 32
+# fits an H100, too: 78 of 86 GB. The article ran 16 there.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1190,8 +1190,8 @@ for run in [run for run in large if run.metric("flops_per_step") and run.metric(
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They are 16 and 32 % too long: trust what follows to a third. **Then launches.** Layers are alike: thin models of one and two
-# layers tell how many operations any depth has.
+# They are 16 and 32 % too long here. Against the article, below, the error is larger. **Then launches.** Layers are alike: thin
+# models of one and two layers tell how many operations any depth has.
 
 
 # %%
@@ -1316,8 +1316,8 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** They may, if both hosts are alike, as equal short texts suggest. With the article's batches its ratio takes hosts of
-# 19 to 28 µs; its short texts say 23. With 32 texts on both, the H100 wins with any host. So it takes both: hosts like ours or
-# slower, and half the batch on the H100.
+# 19 to 28 µs. Ours takes 20, and the article's short texts say 23. With 32 texts on both, the H100 wins. So it takes both: such
+# hosts, and half the batch on the H100.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

@@ -36,7 +36,7 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 80 GB | 4 minutes |
 #
-# A CPU computes in float32 here, so it has fewer switches. Our H200's rows follow its own.
+# A CPU computes in float32 here, so it has fewer switches. Below its own tables stand our H200's.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -94,16 +94,7 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 
 # %% [markdown]
 # One comparison measures all switches, and the sections below take their rows from it. Each round runs them forwards, then
-# backwards, with *base* at both ends: `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`. To read its tables:
-#
-# - *step* is a median. Predictions are scored by it.
-# - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
-# - *floor* is the least time for the plain step's arithmetic at your card's measured rate, in the fastest format that the row
-#   permits.
-# - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no verdict
-#   is drawn from a time. That holds for every row of the run, however narrow its interval. A large change is then *probable*: its
-#   direction is likely, its size not known.
-# - *On the H200* is this page's run, *here*; *ours* is an earlier one.
+# backwards, with *base* at both ends: `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -171,8 +162,8 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 # H200. Underflow probably hit the gradients of activations: a weight's gradient is a sum over those. BF16 has float32's range
 # and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
-# **Your prediction:** three bits fewer are a factor of $2^3$ in the rounding error. In FP16 with a scaled loss the UNet's
-# gradient is 0.14 % off on the H200. By how many percent is it off in BF16?
+# **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
+# BF16, with three bits fewer?
 
 # %%
 my_error: float | None = None  # for example 1
@@ -194,11 +185,22 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 # BF16's error, 1.08 %, is 7.8 times FP16's: nearly $2^3$.
 #
 # In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
-# float32's than *throughout*'s. That is one batch, and the loss factors differ: $2^{16}$ with autocast, $2^{10}$ without. Don't
-# rely on it for another model. Weights are random: in a trained model another share underflows.
+# float32's than *throughout*'s. That is one batch of a model with random weights, and the loss factors differ: $2^{16}$ with
+# autocast, $2^{10}$ without.
 #
-# **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a
-# CPU it is scored against the H200.
+# The next tables have times. To read them:
+#
+# - *step* is a median. Predictions are scored by it.
+# - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
+# - *floor* is the least time for all of the plain step's arithmetic at your card's measured rate, in the fastest format that the
+#   row permits anywhere.
+# - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
+#   verdict is drawn from a time. That holds for every row of the run, however narrow its interval. A large change is then
+#   *probable*: its direction is likely, its size rough. Peaks of memory have no noise.
+# - *here* is this page's run, on the H200; *ours* is an earlier one.
+#
+# **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a CPU it
+# is scored against the H200.
 
 # %%
 my_precision: float | None = None  # for example 50
@@ -245,11 +247,11 @@ assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 
 # %% [markdown]
 # `torch.backends.cudnn.conv.fp32_precision` is the other switch. It also decides which *algorithms* cuDNN may use. Some of them
-# rearrange or transform inputs and filters first, and need room for the result: a *workspace*. A workspace is no tensor, so no list
-# of tensors shows it. PyTorch takes the first algorithm on cuDNN's list that runs, unless the environment's `CUDNN_CONV_WSCAP_DBG`
-# limits its megabytes ([issue 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of
-# the UNet's convolutions. Their weights are frozen, as in the UNet. It also names the longest kernel: *fft* is a Fourier transform,
-# *cf32* complex numbers.
+# rearrange or transform inputs and filters first, and need room for the result: a *workspace*. A workspace is no tensor, so no
+# list of tensors shows it. PyTorch takes the first algorithm on cuDNN's list that runs ([issue
+# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of the UNet's convolutions.
+# Their weights are frozen, as in the UNet. It also names the longest kernel: *fft* is a Fourier transform, *cf32* complex
+# numbers.
 
 
 # %%
@@ -292,11 +294,10 @@ lab.verdict("A4.memory.mixed-precision")
 # *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB, 48 apart.
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB for its Fourier transforms, and 0.16 GB
-#   with TF32. Where 0.00 is printed, cuDNN chose an algorithm without a workspace.
+#   with TF32.
 # - So the peaks probably come at different moments: some 10 GB of tensors are held beside that workspace, and more at the peak of
-#   17.5. The 48 GB are the difference of two peaks, not a workspace.
+#   17.5. So don't take the 48 GB for a workspace.
 # - FP16 saves 83 % against the one peak and 34 % against the other.
-# - *tf32*, with both switches on, probably makes the step 55 % shorter.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -381,17 +382,17 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Who sets the pace? On the H200 one example takes 121 ms, eight together 124. So it is probably the host: it launches as many
-# kernels for one example as for eight.
+# Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
+# take 124. So it is probably the host: it launches as many kernels for one example as for eight.
 #
 # - *Accumulation* launches all but the update eight times.
-# - *Checkpointing* launches the forward pass twice. Its interval is 52 to 117 %, and *base again* differs from *base* by up to 15
-#   %. That may be more than the arithmetic's 50 %.
+# - *Checkpointing* launches the forward pass twice. Its whole interval, 52 to 117 %, lies above the arithmetic's 50. If the host
+#   sets the pace, it isn't arithmetic that is done twice but launching.
 # - *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower. A suspect is
 #   the host: for each operation PyTorch asks a Python function whether to keep its result. Lab 02's trace would tell.
 #
-# **Takeaway.** Checkpointing and accumulation both save activations. Where the host sets the pace, accumulation probably costs far
-# more time.
+# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. Where the host sets the pace, accumulation
+# probably costs far more time.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -399,8 +400,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. bitsandbytes' AdamW keeps its
-# moments in 8 bits. Its result may differ a little. PyTorch keeps the algorithm for each shape and TF32 setting, so after *base*
-# the autotuner would time nothing. The row *cudnn.benchmark* also permits TF32 to force a new choice; FP16 doesn't use TF32.
+# moments in 8 bits. Its result may differ a little. The row *cudnn.benchmark* also permits TF32, only to make cuDNN choose anew;
+# FP16 doesn't use TF32.
 
 # %%
 import bitsandbytes as bnb
@@ -435,13 +436,19 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# The printed 7 are the switches whose interval doesn't lie below 0 by more than the noise. The other four make the step *probably*
-# shorter: the machine was unsteady.
+# So the list comes to this on our H200, an unsteady machine:
 #
-# - *base again* changed nothing, and its interval on the H200 is −15 to +12 %. The last four switches lie between −17 and +25 %,
-#   and each includes 0: whether one pays or costs can't be said.
-# - *Layout* and *autotuner* aim at the kernels. Where the host sets the pace, as it probably does here, no shorter kernel shortens
-#   the step. Try them again after capturing the step (lab 04).
+# | advice | step | peak, GB |
+# |---|---|---|
+# | FP16 in place of PyTorch's default | probably shorter: 338 to 124 ms | 17.5 to 11.5 |
+# | TF32 by both switches in place of none | probably shorter: 578 to 262 ms | 65.9 to 17.5 |
+# | checkpointing | probably longer, by 94 % | 11.5 to 4.34 |
+# | selective checkpointing | probably longer, 3.1 times | 11.5 to 7.68 |
+# | accumulation | probably longer, 7.8 times | 11.5 to 3.33 |
+# | layout, autotuner, fused, 8 bits | not decided | at most 0.1 less |
+#
+# - *Layout* and *autotuner* aim at the kernels. Where the host sets the pace, that shortens no step. Try them again after
+#   capturing the step (lab 04).
 # - The two forms of *AdamW* can save few bytes here: they update a thousandth of the weights. Where all weights are trained, the
 #   moments take twice the weights' bytes, and 8 bits save three quarters of them.
 #
@@ -514,15 +521,15 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 
 # %% [markdown]
 # Here all weights are trained, so the peak lies in the update: weights, gradients and moments make 33.6 MB, temporaries 2.1. With
-# LoRA it moves to the forward pass's end, or behind it. The course's predictor does this with its own training code, and adds what
-# shapes don't tell:
+# LoRA it comes at the end of the forward pass, or in the backward pass. The course's predictor does this with its own training
+# code, and adds what shapes don't tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
 # Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two things make
-# activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel keeps a number for each
-# row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for each of two threads. cuDNN's are not predicted,
-# section 2 says why. See `predicted` in `labutils/training/peak_memory.py`.
+# activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel keeps a number for
+# each row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for each of two threads. cuDNN's are not
+# predicted, section 2 says why. Its code: `labutils/training/peak_memory.py`.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -570,14 +577,17 @@ lab.verdict("A3.qlora.states-small")
 # The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low,
 # probably cuDNN's workspaces. The other six are at most 0.3 % off.
 #
-# Weights are there all the time. Activations pile up in the forward pass and go in the backward pass, so the peak lies between the
-# two. Gradients and moments are too thin to be seen: only adapters have them. Checkpointed, each hump of the backward pass, drawn
-# as temporaries, is a block computed again; in Stable Diffusion the peak is one of them. A language model peaks at its *logits*: a
-# number for each token and each word, in three float32 copies. Checkpointing can't shrink them. Lab 06's chunked loss can.
+# Read each picture from left to right. Weights are there all the time. Gradients and moments are too thin to be seen: only
+# adapters have them.
 #
-# On a CPU both columns come from ledgers and must agree. On a GPU the peak is the allocator's counter. The phases and the picture
-# come from its list of allocations, and lie up to 0.03 GB lower in the table. The counter covers workspaces, too. The next cell
-# predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
+# - *Everything kept:* activations pile up in the forward pass and go in the backward pass, so the peak lies between the two.
+# - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again, and one hump
+#   is the peak.
+# - *Qwen3:* the peak is at the *logits*, a number for each token and each word, in three float32 copies. Checkpointing can't
+#   shrink them. Lab 06's chunked loss can.
+#
+# On a GPU *peak* is the allocator's counter, workspaces included. The two phases come from its list of allocations, and lie up to
+# 0.03 GB lower. The next cell predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")

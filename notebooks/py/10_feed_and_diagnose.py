@@ -172,7 +172,8 @@ lab.show(decodes, columns, experiment="decode")
 # times as long as a JPEG. These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which
 # measures the machine's noise.
 #
-# **Takeaway.** Decoding probably costs far more than reading, and the format decides how much.
+# **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 180 times as much for
+# PNG, 93 times for JPEG. Section 2 reads from the disk.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -258,7 +259,10 @@ for r in (160, 40, 4):
     print(f"r = {r}, c = 100: {[step_ms(r, 100, workers) for workers in (0, 1, 2, 4)]} ms")
 
 # %% [markdown]
-# **Measurement.** Stable Diffusion, with its encoders, reads each form in turn without workers, then PNG and the map with several.
+# **Measurement.** Stable Diffusion, with its encoders, reads each form in turn without workers, then PNG and the map with
+# several. PNG is measured twice in each round, as *PNG* and *PNG, again*. If the two differ by more than 3 %, the course lets no
+# time decide, and the verdict is *inconclusive*, even for a change of seven times. Where a change is larger than this noise,
+# trust its direction, not its size.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
 # $r$ is 238 ms for four PNGs, and $c$ is 162 ms.
@@ -312,39 +316,34 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# To read table and picture:
-#
-# - *Speed-up* is the median of the rounds' own ratios, and so are the verdicts' percentages. They needn't be the ratio of two
-#   medians. *Waiting* is a part of the step; *floor* is the least time for its arithmetic.
-# - $r$ is what the loop waits without workers, $c$ the rest of the step that reads from memory. A bar spans the 10th to the 90th
-#   percentile.
-# - The line without workers goes through *in memory* by construction; a square hides that point. The step without its waiting
-#   should be $c$ in each row: it is 145 ms for PNG, 158 for JPEG, 166 for the map, 162 in memory. $r$ was measured in the same
-#   steps, so these points hardly test the formula.
-# - With workers a line is flat, at $c$, up to $r = wc$. There work on the data path gains nothing. Right of that the step waits.
-#   The line of four workers bends at 648 ms, outside the picture, and its two points lie 9 and 11 ms above the line, within their
-#   bars. So only the flat part was tested. Section 5 tries one point of $r / w$.
+# On the H100 the loop waits 238 ms for four PNGs, and computes for 162. Four workers and the map each remove nearly all of the
+# waiting: 173 and 172 ms in place of 383. Both together gain nothing more that shows: 171 ms.
 #
 # **In your own loop** $r$ is the median time of `next(batches)` with `num_workers=0`. For $c$, time steps on one batch that stays
 # on the GPU, and synchronise before each look at the clock.
 #
-# What the H100's rows say:
+# What its rows say:
 #
-# - **Workers:** four bring PNG to 173 ms; the map takes 172 without any, and 171 with four. PNG's $r / w$ of 60 ms is below $c$, so
-#   with four workers converting gains nothing that shows.
-# - **Decoding:** a PNG takes 39.7 of the 238 / 4 = 59.5 ms that the loop waits for it, a JPEG 5.4 of 25.3. The other 20 are
-#   probably resizing and conversion. The map saves these, too.
-# - **Noise:** *PNG, again* has a speed-up of 0.82 to 1.05x, so PNG differs from itself by −4 to +22 %. Above 3 % the course lets no
-#   time decide: *inconclusive*. Where a change is larger than the noise, trust its direction, not its size.
-# - **Map:** by the formula 58 % shorter, $1 - (162 + 6) / (162 + 238)$; by the two steps 55 %; by the rounds' median, the table's
-#   2.31x, 57 %, far beyond the noise. Section 2's 4 × 0.25 ms are a part of the 5.6 that it waits; the rest was not taken apart.
+# - **Workers:** four make PNG's $r / w$ 60 ms, below $c$. So converting gains nothing beside them. It would if another fix
+#   brought $c$ below 60 ms.
+# - **Decoding:** the loop waits 59.5 ms for one PNG and 25.3 for one JPEG. Decoding is 39.7 and 5.4 of these. The other 20 are
+#   probably resizing and conversion. The map saves them, too.
+# - **Map:** by the formula 58 % shorter, by the two steps 55 %, by the rounds' median, the table's 2.31x, 57 %.
 # - **GPU:** a JPEG in 0.7 ms, a core 5.4. Faster, far beyond the noise; by how much isn't decided. The CPU's work, which is the
 #   claim, was not measured.
 #
-# A faster decoder gains nothing where $r / w$ is below $c$. But other fixes lower $c$. PNG with four workers has $r / w$ = 238 / 4
-# = 60 ms, where 4 is the workers: with $c$ below that the step would wait again.
+# Details and limits:
 #
-# **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset.
+# - *Speed-up* is the median of the rounds' own ratios, and so are the verdicts' percentages. *Waiting* is a part of the step;
+#   *floor* is the least time for its arithmetic. *PNG, again* has a speed-up of 0.82 to 1.05x, so PNG differs from itself by −4
+#   to +22 %.
+# - In the picture a bar spans the 10th to the 90th percentile. The points without workers hardly test the formula: $r$ was
+#   measured in the same steps. A square hides *in memory*.
+# - With workers a line is flat, at $c$, up to $r = wc$. Right of that the step waits. The line of four workers bends at 648 ms,
+#   outside the picture. So only its flat part was tested: its two points lie 9 and 11 ms above, within their bars.
+#
+# **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset. Section 5 tries the rule $r / w$
+# where it is too hopeful.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
@@ -396,9 +395,9 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# Eight processes resized 76 images a second as they come, 562 with one thread each; on our H100 78 and 646. Each was measured once:
-# the brackets are ±3 %, not measured. Section 3's noise makes the verdict *inconclusive*. More than seven times is far beyond that
-# noise.
+# Eight processes resized 76 images a second as they come, 562 with one thread each; on our H100 78 and 646. Each was measured
+# once: the brackets are an assumed ±3 %. Section 3's noise makes the verdict *inconclusive*, though more than seven times is far
+# beyond it.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
@@ -432,9 +431,9 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
-# Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. That is
-# about 4 × 162, section 3's four at once: probably the host sets the pace here. The verdict is inconclusive again: they slow the
-# step down, beyond the noise, by how much isn't decided.
+# Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. One
+# takes about as long, 646 / 4 = 162 ms, as section 3's four together. So probably the host sets the pace. Blocking slows the step
+# by more than the noise; its size is not certain.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
 # `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -444,7 +443,7 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 #
 # **Question.** You have a script that is too slow. Can one look tell which change pays?
 #
-# **Technique.** Here is a script as people write them. Nothing in it knows this course.
+# **Technique.** Here is one that knows nothing of this course.
 
 # %%
 SCRIPT = """
@@ -524,13 +523,21 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 #
 # - A part is the script's own: when its `for` loop ends, Python waits for the 16 workers to end, and only then does the script read
 #   the clock. Over the 64 steps that it times, the whole gap is 0.3 s. How much of it is that ending was not measured.
-# - The formula also assumes that 16 workers and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.0 = 52
-#   workers.
+# - The formula also assumes that 16 workers and the training don't compete for 16 cores. By the formula, reaching $c$ takes 103.3
+#   / 2.0 = 52 workers, which 16 cores can't feed.
 #
 # Section 2's map would lower $r$; it wasn't tried here.
 #
-# **Measurement.** The same test on the course's own loop, article A1's stock script. First the diagnosis, then each fix with what
-# it needs, by turns with the loop as it was: `labutils/tools/ablations.py`. The fixes to measure were chosen beforehand.
+# **Measurement.** The same test on the course's own loop, article A1's stock script: FP16, four micro-batches of one image, no
+# workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
+# (`labutils/tools/ablations.py`). The fixes were chosen before measuring:
+#
+# - *Workers* reads images beside the training, and *caching* keeps the encoders' outputs: it saves their work as well as
+#   decoding.
+# - *Capture* replays the step as a CUDA graph.
+# - *Batch size* trains four images at once, not one after the other.
+#
+# *Step off by* is the predicted step against the measured one: −20 % means that the prediction is too short.
 
 # %%
 fixes = ("workers", "batch size", "capture", "caching")
@@ -548,23 +555,16 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # %% [markdown]
 # To read the tables:
 #
-# - *Measured* is the median of the rounds, with the least and the most. *Step off by* is the predicted step against the measured
-#   one: −20 % means that the predicted step is too short.
-# - *Capture* replays the step as a CUDA graph. *Batch size* trains four images at once, not one after the other. A row may change
-#   several settings: the fix and what it needs. *Caching* keeps the encoders' outputs, so it saves the encoders' work as well as
-#   decoding. For *padding* the unit is time per useful token, since the step itself changes size.
+# - *Measured* is the median of the rounds, with the least and the most. For *padding* the unit is time per useful token, since
+#   the step itself changes size.
 #
 # What they say:
 #
 # - In all 18 rows the predicted step is off by −26 to +32 %. Capturing promised too much in all three runs of Stable Diffusion. One
 #   round with BF16 took 43 % longer; why is not known.
-# - By the medians five of the six loops kept the predicted order; three of them have two fixes only. In the first table workers and
-#   caching changed places.
-# - So take from a diagnosis the order in which to try, and not the gain. Gains don't add up: what one fix has saved, the next can't
-#   save again.
-#
-# Article A4 names other tools for such a look: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They
-# tell where time goes, and not what a change would save.
+# - By the medians five of the six loops kept the predicted order; three of them have two fixes only.
+# - So take from a diagnosis a rough order, and not the gain: in the first table workers and caching, predicted near each other,
+#   changed places. Gains don't add up: what one fix has saved, the next can't save again.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 
@@ -637,6 +637,8 @@ print(faster_than(3, whole, drafted, lambda seed: (seed,), times=3, tolerance=0.
 #   decoders](https://docs.pytorch.org/vision/stable/io.html), [performance tuning
 #   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html).
 # - [The same advice in TensorFlow](optional/tensorflow_equivalents.ipynb), an optional page.
+# - Other tools that article A4 names: Nsight Systems (`nsys profile python train.py`), `perf`, `top` and `iostat`. They tell
+#   where time goes, not what a change would save.
 # - The course's [glossary](../docs/glossary.md).
 #
 # Next: lab 11, many GPUs.

@@ -18,9 +18,8 @@
 # %% [markdown]
 # # Lab 11 · Many GPUs
 #
-# Article A4 gives distributed training a paragraph and no number: NCCL, a fast network, environment variables, a Docker command,
-# ZeRO or FSDP. Here one script runs as several processes. You work out the least that its step takes, and measure what it really
-# takes. A *rank* is one of the processes that train together, one a GPU.
+# Article A4 gives distributed training a paragraph and no number. Here one script runs as several processes. You work out the
+# least that its step takes, and measure what it really takes. A *rank* is one of the processes that train together, one a GPU.
 #
 # **After this lab you can**
 # - write a DDP script, start it with `torchrun`, and prove that it computes what one process does;
@@ -36,7 +35,7 @@
 # | `full` | two GPUs of 80 GB or more | 6 minutes |
 #
 # **Without two GPUs** run it at `tiny`. It shows that two processes compute what one does. It can't show speed: the two share
-# cores and memory. Our two H100s' tables stand below yours, with their date.
+# cores and memory. Where you have no two GPUs, our two H100s' tables are shown.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: tiny without two GPUs
@@ -91,8 +90,9 @@ torchrun = partial(lab11_distributed.torchrun, Path(place.name), ranks=count, de
 #
 # **Technique.** `torchrun` starts the script N times and tells each process its number. The ranks meet in a *process group*: over
 # NCCL between GPUs, over gloo between CPUs. A few *collectives* make up all that they do together. In an *all-reduce* each rank
-# brings a tensor, and each gets the sum. In a ring of N ranks each link carries $2(N-1)/N$ of the message. These bytes over the
-# time are the *bus bandwidth*.
+# brings a tensor, and each gets the sum. A ring of N ranks does it in two halves: each rank first gets the sum of its own $1/N$
+# (*reduce-scatter*), then all pass these on (*all-gather*). Each half sends $(N-1)/N$ of the message over each link. These bytes
+# over the time are the *bus bandwidth*: with two ranks, the message over the time.
 
 
 # %%
@@ -191,8 +191,8 @@ for one, other in zip(weights_of_rank_0, network.parameters(), strict=True):
 print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
-# A small message takes nearly the same time however small it is: the *latency*. A large one takes its bytes over the bandwidth. The
-# larger it is, the nearer it comes to the link's rate: 207 GB/s at 16 MiB, 263 at 64, 297 at 256 on our H100s.
+# Small messages all take about the same time, the *latency*. A large one takes its bytes over the bandwidth. The larger it is,
+# the nearer it comes to the link's rate: 207 GB/s at 16 MiB on our H100s.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, share the batch, start with `torchrun`. A real script also needs a
 # `DistributedSampler` with `set_epoch`, a seed of its own on each rank for noise and dropout, and logs and checkpoints from
@@ -204,7 +204,7 @@ print(f"DDP on {count} ranks: the weights of one process")
 # **Question.** Suppose that you know one GPU's step and the link's rate. How long must a step of N GPUs be?
 #
 # **Technique.** DDP sends gradients in *buckets* of 25 MiB, after a first one of 1 MiB. Each bucket is sent when it is full,
-# while `backward()` still computes. *Exposed* is the time of what is still being sent after the last gradient is ready:
+# while `backward()` still computes. *Exposed* is the time from the last ready gradient to the end of the last message:
 #
 # > step of N ≥ step of one + exposed
 
@@ -233,10 +233,10 @@ my_efficiency: float | None = None  # for example 90
 lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %% [markdown]
-# **Measurement.** The course's loop does it with Stable Diffusion and Qwen3, in one launch of `labutils/training/launch_worker.py`.
-# A hook on each weight notes when its gradient is ready: `lead_ms` before the last one. Each round goes through all of a case's
-# runs, every second round backwards: one process alone while the others wait, every rank *for itself* at once with nothing between
-# them, DDP, FSDP, and one process again.
+# **Measurement.** The course's loop does it with Stable Diffusion and Qwen3, in one launch of
+# `labutils/training/launch_worker.py`. A hook on each weight notes when its gradient is ready: `lead_ms` before the last one.
+# Each round goes through all of a case's runs: one process alone while the others wait, every rank *for itself* at once with
+# nothing between them, DDP, FSDP, and one process again.
 
 # %%
 runs: list[Run] = []
@@ -263,25 +263,22 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# How to read the table of this page's two H100s:
+# On this page's two H100s the largest message, 256 MiB, reached 297 GB/s. The table says:
 #
-# - *Predicted* is a bound from below.
-# - *Each for itself* is the same step, on every rank at once, with nothing sent. What it takes beyond *one process* is what sharing
-#   the host, its memory and its power costs. For the whole UNet that is 147 ms against 145, less than the noise: no cost is seen.
-# - What *DDP* takes beyond that is the price of working together. With LoRA it took 186 ms against 184: none is seen. For the whole
-#   UNet it took 39 ms more, where the bound says 0.1.
-# - Qwen3's differences of 7 and 5 ms have no noise measured.
+# - *LoRA:* 184 ms *for itself*, every rank at once with nothing sent, and 186 with DDP. Two GPUs do nearly twice the work.
+# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP. So 39 ms are lost, where the bound allows 0.1.
+# - *Sharing one host* costs nothing that shows: 147 ms against *one process*'s 145.
 #
-# Where do the 39 ms come from? By the measured rates the 3.4 GB of gradients take 14 ms in buckets. The bound says that the
-# backward pass hides all but the last bucket. Causes outside it: NCCL's kernels take a part of the GPU from computing, DDP copies
-# gradients into buckets and back, and a step lasts as long as its slower rank. The last one can be estimated. The table shows
-# medians; here we need means: 156 ms *each for itself*, 197 with DDP, 41 more. Of two steps *for itself*, picked at random, the
-# longer takes 164. So if ranks vary independently, waiting explains 164 − 156 = 8 ms. How much of the other 33 the first two causes
-# take was not measured.
+# The bound counts only what is sent after the last gradient. It doesn't count what messages cost *while* they are hidden. Section
+# 3 tries the remedy: send less often.
 #
-# Verdicts count examples a second. One process was measured twice: the two rates differ by −14 to +3 % for the whole UNet, and by 0
-# to +10 % for LoRA. The gains are larger, but the course's rule is strict: *inconclusive* is about the machine, not about DDP. In
-# them *here* is this page's two H100s, *ours* two H200s of another host: they reached 64 % with all weights, and 90 % with LoRA.
+# Where may the 39 ms go? By the measured rates the 3.4 GB of gradients take 14 ms in buckets. But NCCL's kernels take a part of
+# the GPU from computing, DDP copies gradients into buckets and back, and a step lasts as long as its slower rank. Only the last
+# can be estimated: of two steps *for itself*, picked at random, the longer takes 8 ms more than the mean.
+#
+# About the verdicts: one process was measured twice, and its rates differ by −14 to +3 % for the whole UNet, by 0 to +10 % for
+# LoRA. The gains are larger, but the course's rule is strict: *inconclusive* is about the machine, not about DDP. *Here* is this
+# page's two H100s. *Ours* is two H200s of another host: they reached 64 % with all weights, and 90 % with LoRA.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -359,8 +356,11 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # The gradients are those of the whole batch, however they are sent. Small buckets are sent earlier, but each pays the latency.
 # Whoever gives `bucket_cap_mb` gets no small first bucket: the 4.2 MB go in one message.
 #
-# **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or waiting
-# that nothing hides?
+# In section 2 *exposed* was calculated: what is sent after the last gradient. Now it is traced: any time in which NCCL's kernel
+# runs and no computation does. That includes waiting for the other rank, and the profiler slows a step. Expect more.
+#
+# **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
+# waiting that nothing hides?
 
 # %%
 my_exposed: float | None = None  # for example 5
@@ -394,9 +394,9 @@ plt.show()
 # rank shows as communication of the others: of the drawn step of *ddp, full* they take some 200 ms, where section 2's bytes need
 # 14.
 #
-# - *ddp, full*: NCCL's kernels are on the GPU for two thirds of a step, half of that beside computation. Over all traced steps 34 %
-#   of the time is communication or waiting that nothing hides; without the profiler DDP loses section 2's 39 ms, 21 % of 186. The
-#   first 66 ms have no computation: probably the end of the step before, as steps are cut by the host's clock, and the GPU lags.
+# - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides; without the profiler DDP
+#   loses section 2's 39 ms, 21 % of 186. The drawn step's first 66 ms have no computation: probably the end of the step before,
+#   as steps are cut by the host's clock, and the GPU lags.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
@@ -411,13 +411,14 @@ lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
 # Rows with – have one micro-batch a rank, *sync each* and *no_sync* four. *sync each* was measured *again*: 706 and 664 ms.
-# *no_sync* took 578, so sending once probably saves 13 to 18 %.
+# *no_sync* took 578, so sending once probably saves 13 to 18 %. Four steps of one GPU take 4 · 145 = 580 ms, with four updates
+# for one: most of section 2's loss is gone.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained, nor why *sync
 # each* takes 2.2 more than *no_sync*.
 #
-# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took 16
-# % longer; with all weights 27 %. ZeRO, of the DeepSpeed library, goes by stages: optimizer state, then gradients, then weights.
+# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took
+# 16 % longer; with all weights 27 %.
 #
 # **Takeaway.** Communication that the bound calls hidden can cost time: send once a step. FSDP saves memory, and probably costs
 # time: take it for a model that doesn't fit otherwise.
@@ -452,10 +453,11 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is *excluded*
-# if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so are the
-# article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this holds for two ranks,
-# float32 gradients and one micro-batch: BF16 or `no_sync` exclude fewer networks, more ranks more.
+# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is
+# *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so
+# are the article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this holds for
+# two ranks, float32 gradients and one micro-batch. With BF16 gradients or `no_sync` fewer networks are excluded, with more ranks
+# more.
 #
 # What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. Others weren't
 # measured.
@@ -508,9 +510,9 @@ lab.show(trials, columns, experiment="nccl")
 lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.topology")
 
 # %% [markdown]
-# The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o addr`
-# lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand, for a device that is found and doesn't work. Between
-# GPUs of one host neither changed the last column by more than 1 %.
+# The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o
+# addr` lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand, for a device that is found and doesn't work.
+# Between GPUs of one host `=1`, or the interface `lo`, changed the last column by less than 1 %.
 #
 # The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
 # NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep
@@ -592,7 +594,8 @@ print(f"One process went on from step {begun}, to the weights that nothing had h
 # numbers and the place in the data, and FSDP's holds each rank's shards. `labutils/training/checkpoint.py` writes the course's
 # checkpoints.
 #
-# **Takeaway.** Plan for a rank to die. A checkpoint that doesn't know the ranks lets any number go on that divides the batch.
+# **Takeaway.** Plan for a rank to die. If a checkpoint stores nothing of the ranks, any number of ranks that divides the batch
+# can go on.
 
 # %% [markdown]
 # ## Exercises
@@ -663,8 +666,8 @@ print(check("11.4", my_result))
 # ## What to read on
 # - Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training* (2020,
 #   [arXiv:2006.15704](https://arxiv.org/abs/2006.15704)): buckets, overlap and `no_sync`.
-# - Rajbhandari et al., *ZeRO* (2019, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)); Zhao et al., *PyTorch FSDP* (2023,
-#   [arXiv:2304.11277](https://arxiv.org/abs/2304.11277)).
+# - Rajbhandari et al., *ZeRO* (2019, [arXiv:1910.02054](https://arxiv.org/abs/1910.02054)), whose stages shard optimizer state,
+#   then gradients, then weights; Zhao et al., *PyTorch FSDP* (2023, [arXiv:2304.11277](https://arxiv.org/abs/2304.11277)).
 # - NVIDIA: nccl-tests on [bus bandwidth](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md); NCCL's [environment
 #   variables](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html).
 # - PyTorch: [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html), [fully_shard](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
