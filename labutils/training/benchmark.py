@@ -37,10 +37,9 @@ from labutils.workloads.base import Work, Workload
 
 LOG = logging.getLogger(__name__)
 """Failures with their tracebacks, at the level INFO: a run's status has one line."""
-ROUNDS = {"tiny": 2, "small": 6, "full": 6}
+ROUNDS = {"tiny": 2, "small": 8, "full": 8}
 """Rounds of a comparison by scale, unless it says otherwise. Effects are bootstrapped over rounds:
-6 are the fewest whose range holds the true median 19 times in 20 (1 - 2 / 2**6). At tiny, where
-nobody judges times, 2 keep a lab short."""
+8 leave out one odd round. At tiny, where nobody judges times, 2 keep a lab short."""
 ROUND_MS = {"tiny": 100, "small": 400, "full": 400}
 """A round lasts at least this long: a handful of 25 ms steps can't tell noise from drift."""
 SETTLE_MS = 100

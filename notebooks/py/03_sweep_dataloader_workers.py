@@ -44,7 +44,7 @@ weights: str = "random"  # random: exact architecture, random weights; hub: the 
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 steps: int = 0  # optimizer steps timed in each round, at least; 0: 3 at tiny, 1 at larger scales
-rounds: int = 0  # times round all recipes; 0: 1 at tiny, 6 at larger scales
+rounds: int = 0  # times round all recipes; 0: 1 at tiny, 8 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -271,7 +271,7 @@ lab.predict("speed-up with three workers", my_speedup, "x")
 
 # %%
 WORKERS = (0, 1, 3) if lab.scale == "tiny" else tuple(ARTICLE)
-at_least = (3, 1) if lab.scale == "tiny" else (1, 6)
+at_least = (3, 1) if lab.scale == "tiny" else (1, 8)
 runs = lab.keep(sweep(bench, WORKERS, steps or at_least[0], rounds or at_least[1]))
 bench.close()
 swept = [runs[f"workers={n}"] for n in WORKERS] + [runs["workers=0 again"]]

@@ -44,7 +44,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-rounds: int = 0  # times round the whole ladder; 0: 1 at tiny, 5 at larger scales
+rounds: int = 0  # times round the whole ladder; 0: 1 at tiny, 6 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -104,7 +104,7 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:
     folder = lab.cache_dir / "traces" / "lab-04"
-    count = rounds or (1 if lab.scale == "tiny" else 5)
+    count = rounds or (1 if lab.scale == "tiny" else 6)
     runs = lab.keep(lab04_climb.climbed(bench, count, folder))
 
 # %% [markdown]

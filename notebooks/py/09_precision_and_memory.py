@@ -43,7 +43,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-rounds: int = 0  # times round all switches; 0: 2 at tiny, 6 at larger scales
+rounds: int = 0  # times round all switches; 0: 2 at tiny, 8 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
