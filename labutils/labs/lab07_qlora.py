@@ -98,11 +98,10 @@ def try_trace(run: Run, bench: Benchmark, folder: Path, steps: int) -> None:
         bench.trace_into(run, folder, steps)
 
 
-def rungs(bench: Benchmark, recipes: Mapping[str, Recipe]) -> dict[str, Run]:
+def rungs(bench: Benchmark, recipes: Mapping[str, Recipe], rounds: int = 0) -> dict[str, Run]:
     """Name -> run of recipes on packed rows, interleaved. Their first steps are not on record:
-    unsloth loads meanwhile."""
+    unsloth loads meanwhile. rounds: 0: as many as in any comparison."""
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
-    rounds = min(FEW_ROUNDS, ROUNDS[bench.workload.scale])
     runs = bench.compare(recipes, STEPS["packed"], rounds, tags)
     for run in runs.values():
         run.metrics.pop("first_step_s", None)

@@ -82,12 +82,10 @@ def train_with_unsloth(
 ) -> dict[str, Run]:
     """Name -> run of each job, timed in as many rounds as a comparison has.
 
-    meanwhile: is called while the child imports unsloth, loads the model and takes its first steps,
-    which takes a minute. The child times steps when that is done too, so that neither disturbs the
-    other.
+    meanwhile: is called while the child imports unsloth and loads the model, which takes a minute.
+    The child begins with its first job when that is done too, so that neither disturbs the other.
 
-    `first_step_s` is the first job's alone: its kernels are compiled then, beside whatever
-    `meanwhile` does. `peak_allocated_gb` is
+    `first_step_s` is the first job's alone: its kernels are compiled then. `peak_allocated_gb` is
     the whole process's. A job that fails has its reason as status, and so have those that a process
     that dies or takes too long didn't get to. Raises `Unavailable` where unsloth can't run,
     `RuntimeError` where the process dies with nothing done.
@@ -108,9 +106,7 @@ def train_with_unsloth(
     ):
         if first.weights == "random":
             order["model"] = weights
-            first.publish(Path(weights))
-            make_room(first)  # for the child: memory that this process keeps is free for no other
-        records, failure = _ask(order, Path(folder), logs, meanwhile)
+        records, failure = _ask(order, first, Path(folder), logs, meanwhile)
     if failure and not records:
         raise RuntimeError(failure)
     runs = {}
@@ -124,7 +120,11 @@ def train_with_unsloth(
 
 
 def _ask(
-    order: dict[str, Any], folder: Path, logs: Path, meanwhile: Callable[[], object] | None
+    order: dict[str, Any],
+    first: LanguageLora,
+    folder: Path,
+    logs: Path,
+    meanwhile: Callable[[], object] | None,
 ) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
     didn't.
@@ -137,7 +137,11 @@ def _ask(
     environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
     environment["TORCHINDUCTOR_CACHE_DIR"] = None
     records = {}
-    with Child(["-m", __name__], order, TIMEOUT_S, environment, folder) as child:
+    with Child(["-m", __name__], None, TIMEOUT_S, environment, folder) as child:
+        if first.weights == "random":  # while the child imports unsloth
+            first.publish(Path(order["model"]))
+            make_room(first)  # for the child: memory that this process keeps is free for no other
+        child.send(order)
         if meanwhile:
             meanwhile()
             cuda.empty_cache()
@@ -166,6 +170,7 @@ def _main() -> None:
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     lm = namespace[name](order["model"])
+    child_process.order()  # to begin
 
     def build(recipe: Recipe) -> Published:
         """What `LanguageLora.build` gives, without what accelerate put around it in the job
@@ -176,9 +181,6 @@ def _main() -> None:
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
         with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
-            bench.prepare({name: recipe})
-            if place == 0:
-                child_process.order()  # to begin
             run = bench.compare({name: recipe}, job["steps"])[name]
             if run.ok and (peak := cuda.peak_memory()):
                 run.metrics["peak_allocated_gb"] = peak[0]

@@ -98,8 +98,9 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # %, the verdict on a time is *inconclusive: unsteady machine*. Tables compare with their first row, the picture with the rung
 # above. A speed-up is the median of ratios, round by round.
 #
-# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Another process compiles
-# the last rung's UNet meanwhile: so a first step takes somewhat longer than by itself. On a CPU the UNet is not compiled.
+# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Other processes compile
+# the last rung's UNet and try two modes of the compiler meanwhile: so a first step takes longer than by itself. On a CPU the UNet
+# is not compiled.
 
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:

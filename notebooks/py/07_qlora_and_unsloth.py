@@ -467,7 +467,7 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %%
 with Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True) as bench:
-    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED)
+    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED, 2 if lab.scale == "tiny" else 5)
     traced = [bench.trace_into(pair[name], traces, steps=1) for name in lab07_qlora.PACKED]
 climbed = lab.keep(pair, lane="same mathematics")
 columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb")
@@ -677,8 +677,8 @@ print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times t
 # logits set the peak: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or three. unsloth computes its
 # loss by chunks, and its checkpoints wait on the host.
 #
-# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports, loads and takes its
-# first steps, section 7's recipes are compiled here. What is timed waits until that is done.
+# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads, section
+# 7's recipes are compiled here. Its steps wait until that is done.
 
 # %%
 bench = Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True)
