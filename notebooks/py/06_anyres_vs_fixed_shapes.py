@@ -240,8 +240,8 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # **Question.** The article has five methods and six batch sizes. Which method saves time, which memory?
 #
 # *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go. *compile* compiles
-# the blocks one by one, where the article compiles the model. *fixed* does so on small squares. `more` adds others. A CPU compiles
-# nothing, and has *eager-fixed* instead. All compute their blocks again in the backward pass.
+# the blocks one by one, where the article compiles the model. *fixed* does so on small squares. `more` adds others. A CPU
+# compiles nothing, and has *eager-fixed* instead. All checkpoint their blocks.
 #
 # **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes
 # each, not 2 (lab 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block
@@ -265,8 +265,9 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
-# differ by more than 3 %, the machine is *unsteady*, and no time decides. Memory and counts stay valid. *Floor* is the least time
-# for the step's FLOPs at your card's rate, *MFU* the share of its format's peak.
+# differ by more than 3 %, the machine is *unsteady*, and no time decides. Memory and counts stay valid. *Floor* is FLOPs over
+# your card's measured rate, *MFU* the share of the data sheet's peak. A *speed-up* is paired by round, so it may differ from the
+# ratio of two times.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -307,7 +308,7 @@ plt.show()
 # %% [markdown]
 # From batch 4 on, against BF16:
 #
-# - *fixed* takes 44 to 46 % of the time, but trains 9 to 10 % fewer useful tokens a second;
+# - *fixed* takes 44 to 46 % of the time, but trains 9 to 10 % fewer useful tokens a second than the first *bf16*;
 # - *compile* saves 26 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 17 %;
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
@@ -514,8 +515,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left, of
-# which constant shapes may explain some.
+# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left.
+# Varying images can't explain them, as the article's have one count of tokens (section 4).
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -604,7 +605,7 @@ for loss in losses.values():
 # %% [markdown]
 # **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
 # takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only, and needs no
-# chunks. A hollow marker's rung differs from the one above by less than the noise.
+# chunks. Hollow markers: less than BF16's own noise, here on every rung.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -630,10 +631,7 @@ lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
 # *packed* took 61.5 ms for 1,000 computed tokens, *padded* 64.3. The two can't be compared: a packed step has four times as many
-# tokens, and fewer logits. Its gradient is that of a larger batch. It takes 59 GB, where *blocks compiled* takes 27.
-#
-# So the article's images all have one count of tokens, and varying images can't explain its slow steps (section 4). Most of its
-# gain is compiling and fewer tokens (5).
+# tokens, and fewer logits. Each step averages over more examples. It takes 59 GB, where *blocks compiled* takes 27.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
 # +13 %.
@@ -808,9 +806,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# Not fully: *transposes dropped* leaves one byte per parameter between steps, within a step both copies exist. Lab 05's
-# *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB
-# with it, 10.4 with *fp8-frozen*.
+# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* leaves one between steps; within a step both copies
+# exist. Lab 05's *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's
+# model took 8.1 GB with it, 10.4 with *fp8-frozen*.
 #
 # FP8 was probably slower here. Section 3's *fp8-te* was faster, with six times as many tokens a step.
 #
@@ -871,9 +869,9 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# With random weights the `tiny` model trains, ten steps as in the article. BF16 ended at 6.25 to 6.49 on the H200: its seeds lie
-# 3.8 % apart, which hides 2 %. Here a seed also draws the frozen weights, unlike in fine-tuning. Seed by seed each method ends
-# within 0.12 % of BF16. So small a model can judge none of the article's numbers.
+# With random weights the `tiny` model trains, ten steps as in the article. The table has medians. BF16's seeds ended between 6.25
+# and 6.49 on the H200, 3.8 % apart: more than 2 %. Here a seed also draws the frozen weights, unlike in fine-tuning. Seed by seed
+# each method ends within 0.12 % of BF16. So small a model can judge none of the article's numbers.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -974,9 +972,9 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it is probably ahead from step five on. On record, at
-# batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains 1.5 times
-# its useful tokens a second.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it is probably ahead from step six on, left of the
+# figure. On record, at batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile*
+# probably trains 1.5 times its useful tokens a second.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps.
 

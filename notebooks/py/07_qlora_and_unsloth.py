@@ -263,8 +263,8 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
 # The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are
-# not. NF4's last level is the quantile of 0.9677, 1.85 sigma. It stands for a block's largest weight, which lies at 2.6 sigma on
-# average. So levels are stretched, and codes near zero too frequent.
+# not. A block's largest weight, 2.6 sigma on average, gets the last level, the quantile 1.85. So levels are stretched, and codes
+# near zero too frequent.
 #
 # **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, nearly half of it because it has 16 levels and
 # our INT4 15. Doubly quantised, a weight takes 4.127 bits.
@@ -504,10 +504,11 @@ lab.verdict("A3.qlora.cause")
 # - Kernels that restore weights take 17 ms, and all kernels together 17 more than before.
 # - Of the host's 50 ms only 3 show: it runs ahead.
 #
-# With PEFT's own layers 4 bits can read as *faster*: its LoRA layer for plain weights casts its input to float32 and back, the one
-# for 4-bit weights doesn't. So the pair has adapters without casts.
+# PEFT's LoRA layer for plain weights casts its input to float32 and back, the one for 4-bit weights doesn't. So the pair has
+# adapters without casts.
 #
-# **Takeaway.** 4 bits alone cost what restoring takes, and the formula gives it: 16 ms for 17, for LLaVA 24 for 26.
+# **Takeaway.** Restoring is 17 of the 20 ms that 4 bits cost. The formula is some 10 % low: 15.7 ms for 17.1, for LLaVA 23.7 for
+# 26.4.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -590,15 +591,15 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # steps:
 #
 # - 357 ms are checkpoints. With checkpoints in both, QLoRA takes 17 % longer.
-# - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring 26. PEFT's float32 adds to the first two, its
-#   4-bit layer saves casts.
+# - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring, the row *other*, 26. PEFT's float32 adds to
+#   the first two, its 4-bit layer saves casts.
 # - 40 ms are gaps.
 #
-# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10 GB;
-# float32 copies take some 5 of them back. Offloading took no more time than checkpoints, and saved 2.3 of their 34.1 GB: here
-# *logits*, 152 thousand for each token, set the peak.
+# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10 GB. Here
+# only 4 remain: float32 copies take back the most of the others. Offloading took no more time than checkpoints, and saved 2.3 of
+# their 34.1 GB: here *logits*, 152 thousand for each token, set the peak.
 #
-# The verdict *refuted* is about QLoRA as it is usually written. The format costs 5 %.
+# The verdict *refuted* is about QLoRA as it is usually written.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -677,8 +678,8 @@ print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times t
 # logits set the peak: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or three. unsloth computes its
 # loss by chunks, and its checkpoints wait on the host.
 #
-# **Measurement.** All methods take the same batches. unsloth's first step builds its kernels. While it imports and loads, section
-# 7's recipes are compiled here. Its steps wait until that is done.
+# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. While it imports
+# and loads, section 7's recipes are compiled here. Its steps wait until that is done.
 
 # %%
 bench = Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True)
@@ -708,8 +709,8 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # - On short texts it is worth two in memory, and probably more than two in time. QLoRA's kernels take 208 of some 900 ms there: the
 #   host sets the pace, readings are noisy, and whether unsloth gains less is open.
 #
-# **Takeaway.** Without whole copies of the logits most of the memory goes. Which change brings the time, these runs don't
-# separate.
+# **Takeaway.** unsloth saves 21 of 30 GB, of which whole logits can explain 10 to 15. Which change brings the time, these runs
+# don't separate.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -832,9 +833,8 @@ lab.show([*larger.values()] or on_record, columns)
 # - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums gave 43
 #   to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7
 #   back.
-# - **Time:** QLoRA's step in the table is the mean of 7.5 and 5.1 s, so take the traced one: 5.1 s, 18 % more than LoRA's 4.3.
-#   Its kernels take 615 ms more: elementwise ones 382, casts 149, restoring 111, by formula 106; products and attention take 29
-#   less.
+# - **Time:** QLoRA's step in the table is the mean of 7.5 and 5.1 s, so its GPU-busy is too low. Take the traced step: 5.1 s, 18
+#   % more than LoRA's 4.3. Its kernels take 615 ms more, restoring 111 of these, by formula 106.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 

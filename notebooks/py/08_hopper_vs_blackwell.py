@@ -314,9 +314,8 @@ lab.table(pd.DataFrame(rows))
 # **Technique.** A trace tells which kernels a step launches, in which order, and where the host waits. The profiler slows the host,
 # but hardly a GPU's kernels. So each kernel's time comes from the trace.
 #
-# The host's time for a launch, $c$, comes from a *short* step, on so few tokens that the host decides: it is the $c$ with which the
-# replay of that step lasts as long as the step did. An operation is taken to cost the host the same in a long step, so $c$ is
-# scaled by operations per launch.
+# To find $c$, the host's time for a launch, time a *short* step, on so few tokens that the host decides. $c$ is what makes its
+# replay last as long. An operation is taken to cost the host the same in a long step, so $c$ is scaled by operations per launch.
 
 
 # %%
@@ -569,7 +568,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # *Dense*: both clocks are level. Launches take 390 ms, kernels 371. The replay makes 430 of it; 419 and 425 were measured.
 #
 # *Loop*: the host decides. Launches take 1,259 ms, 20 µs each, kernels 498: the GPU idles 64 %. With its waits the replay makes
-# 1,373 of it. 1,371 were measured, *again* 1,483: hosts drift.
+# 1,373 of it. 1,371 were measured, *again* 1,483.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -633,7 +632,7 @@ with lab.attempt("A CUDA graph of grouped"):
 # %% [markdown]
 # **Measurement.** gpt-oss's loop and four other ways:
 # - *grouped*: `set_experts_implementation("grouped_mm")`, transformers 5's default;
-# - *rewritten*: the course's grouped experts, attention in one kernel, packed texts and a fused AdamW (`labutils/layers`);
+# - *rewritten*: the course's grouped experts, attention in one kernel, packed texts and a fused AdamW;
 # - *captured*: that in one CUDA graph, after six copies of the batch's parts;
 # - *compiled*: captured, with compiled blocks and a loss that never forms all logits.
 #
@@ -681,8 +680,8 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Grouped* needs a seventh of the launches, the dearer ones: 29 µs each. They take 252 ms, kernels 441: the GPU decides. The step
-# is 2.9 times as fast. *Rewritten* halves its kernels: fewer elementwise ones, casts and *thin* products. Now both clocks are
-# level, and *captured* saves 9 %. *Compiled* takes 2.2 times its *floor*, the least time for its FLOPs and bytes.
+# is 2.9 times as fast. *Rewritten* nearly halves the kernels' time: less for elementwise ones, casts and thin products. Now both
+# clocks are level, and *captured* saves 9 %. *Compiled* takes 2.2 times its *floor*, the least time for its FLOPs and bytes.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -704,7 +703,7 @@ with lab.attempt("Host and GPU, from traces"):
 # White in the host's row is Python and PyTorch: it counts in $c$. *Dense*: most gaps are the profiler's. Without it the GPU idles
 # 12 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
-# **Takeaway.** First fewer launches: on our H200s 2.4 to 3.5 times as fast. Then shorter kernels, captured: here 3.4 times again.
+# **Takeaway.** First fewer launches: here 2.9 times as fast. Then shorter kernels, captured: here 3.4 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -872,11 +871,11 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# All lie between the ends but the loop's step, 9 % above by uneven waits. The picture's bars have this host's $c$. The H100's
-# kernels took 1.09 to 1.12 times the H200's.
+# In the table all lie between the ends but the loop's step, 9 % above: probably by uneven waits. In the picture more lie above:
+# bars have this host's $c$. The H100's kernels took 1.09 to 1.12 times the H200's.
 #
-# Launches don't get faster with a card. *Dense* takes 390 ms on H200 and B200 alike. From H100 to B200 the loop hardly gains,
-# *grouped* 1.7 to 2.4 times. An RTX PRO has half of the H100's speed for *dense*, in the article 0.4.
+# Launches don't get faster with a card. For *dense* we predict 390 ms on H200 and B200 alike; the H200 took 419. From H100 to
+# B200 the loop hardly gains, *grouped* 1.7 to 2.4 times. An RTX PRO has half of the H100's speed for *dense*, in the article 0.4.
 #
 # **Back to the article.** For the loop an RTX PRO has 0.9 to 1 of the H100's speed. How can it win by 1.3 to 1.4 on long texts?
 # The article ran 32 of them a step on it, and 16 on the H100. If the host decides, both steps take as long: the H100 makes half
@@ -942,8 +941,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 # ## Before you buy a card
 # 1. Put your step into section 4.
 # 2. Remove launches while they take longer than kernels.
-# 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and those whose range overlaps its. Time it
-#    there.
+# 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and time it there.
 # 4. Check that your batch fits: lab 09.
 # 5. While the host decides, buy a faster host or a cheaper card. Once kernels do, compare ms an example, times price.
 #
@@ -1190,8 +1188,8 @@ for run in [run for run in large if run.metric("flops_per_step") and run.metric(
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They are 16 and 32 % too long here. Against the article, below, the error is larger. **Then launches.** Layers are alike: thin
-# models of one and two layers tell how many operations any depth has.
+# They are 16 and 32 % too long here. **Then launches.** Layers are alike: thin models of one and two layers tell how many
+# operations any depth has.
 
 
 # %%
@@ -1315,9 +1313,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** They may, if both hosts are alike, as equal short texts suggest. With the article's batches its ratio takes hosts of
-# 19 to 28 µs. Ours takes 20, and the article's short texts say 23. With 32 texts on both, the H100 wins. So it takes both: such
-# hosts, and half the batch on the H100.
+# **Answer.** They may, if both hosts are alike, as equal short texts suggest. With the article's batches its ratio takes a host
+# of 26 to 28 µs with our kernels, 19 to 20 with the article's. Our host takes 20; the article's short texts say 23. With 32 texts
+# on both, the H100 wins. So in this model, without padding, it takes both: such hosts, and half the batch on the H100.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

@@ -36,7 +36,7 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 80 GB | 4 minutes |
 #
-# A CPU computes in float32 here, so it has fewer switches. Below its own tables stand our H200's.
+# A CPU computes in float32 here, so it has fewer switches. On a CPU the H200's tables follow your own.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -93,8 +93,9 @@ if device == "cpu":
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all switches, and the sections below take their rows from it. Each round runs them forwards, then
-# backwards, with *base* at both ends: `labutils/labs/lab09_toggles.py` and `labutils/training/benchmark.py`.
+# One comparison measures all switches, and the sections below take their rows from it. Each round goes through the list from top
+# to bottom or from bottom to top, with *base* at both ends: `labutils/labs/lab09_toggles.py` and
+# `labutils/training/benchmark.py`.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -159,8 +160,8 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 # %% [markdown]
 # Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down. *Underflow* loses small numbers,
 # always towards 0. In this network hardly any gradient of a weight became 0, but without a scaled loss they are 15 % off on the
-# H200. Underflow probably hit the gradients of activations: a weight's gradient is a sum over those. BF16 has float32's range
-# and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
+# H200. A weight's gradient is a sum over gradients of activations. Some of those probably became 0. BF16 has float32's range and
+# needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
 # BF16, with three bits fewer?
@@ -190,13 +191,13 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 #
 # The next tables have times. To read them:
 #
-# - *step* is a median. Predictions are scored by it.
+# - *step* is a median, by which predictions are scored.
 # - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
 # - *floor* is the least time for all of the plain step's arithmetic at your card's measured rate, in the fastest format that the
 #   row permits anywhere.
 # - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
-#   verdict is drawn from a time. That holds for every row of the run, however narrow its interval. A large change is then
-#   *probable*: its direction is likely, its size rough. Peaks of memory have no noise.
+#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory have
+#   no noise.
 # - *here* is this page's run, on the H200; *ours* is an earlier one.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a CPU it
@@ -295,8 +296,8 @@ lab.verdict("A4.memory.mixed-precision")
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB for its Fourier transforms, and 0.16 GB
 #   with TF32.
-# - So the peaks probably come at different moments: some 10 GB of tensors are held beside that workspace, and more at the peak of
-#   17.5. So don't take the 48 GB for a workspace.
+# - 65.9 less 55.7 leaves some 10 GB of tensors; the peak of 17.5 holds more. So the two peaks probably come at different moments,
+#   and the 48 GB are no workspace.
 # - FP16 saves 83 % against the one peak and 34 % against the other.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
@@ -387,7 +388,7 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 #
 # - *Accumulation* launches all but the update eight times.
 # - *Checkpointing* launches the forward pass twice. Its whole interval, 52 to 117 %, lies above the arithmetic's 50. If the host
-#   sets the pace, it isn't arithmetic that is done twice but launching.
+#   sets the pace, the forward pass's launches are what is done twice. This isn't measured here.
 # - *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower. A suspect is
 #   the host: for each operation PyTorch asks a Python function whether to keep its result. Lab 02's trace would tell.
 #
@@ -442,9 +443,9 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # |---|---|---|
 # | FP16 in place of PyTorch's default | probably shorter: 338 to 124 ms | 17.5 to 11.5 |
 # | TF32 by both switches in place of none | probably shorter: 578 to 262 ms | 65.9 to 17.5 |
-# | checkpointing | probably longer, by 94 % | 11.5 to 4.34 |
-# | selective checkpointing | probably longer, 3.1 times | 11.5 to 7.68 |
-# | accumulation | probably longer, 7.8 times | 11.5 to 3.33 |
+# | checkpointing | probably longer, about twice | 11.5 to 4.34 |
+# | selective checkpointing | probably longer, about 3 times | 11.5 to 7.68 |
+# | accumulation | probably longer, about 8 times | 11.5 to 3.33 |
 # | layout, autotuner, fused, 8 bits | not decided | at most 0.1 less |
 #
 # - *Layout* and *autotuner* aim at the kernels. Where the host sets the pace, that shortens no step. Try them again after
@@ -520,9 +521,9 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# Here all weights are trained, so the peak lies in the update: weights, gradients and moments make 33.6 MB, temporaries 2.1. With
-# LoRA it comes at the end of the forward pass, or in the backward pass. The course's predictor does this with its own training
-# code, and adds what shapes don't tell:
+# Here all weights are trained, so the peak lies in the update: weights, gradients and two moments are 4 × 8.4 MB, temporaries
+# 2.1. With LoRA it comes at the end of the forward pass, or in the backward pass. The course's predictor does this with its own
+# training code, and adds what shapes don't tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
@@ -581,8 +582,8 @@ lab.verdict("A3.qlora.states-small")
 # adapters have them.
 #
 # - *Everything kept:* activations pile up in the forward pass and go in the backward pass, so the peak lies between the two.
-# - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again, and one hump
-#   is the peak.
+# - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again. In Stable
+#   Diffusion one hump is the peak.
 # - *Qwen3:* the peak is at the *logits*, a number for each token and each word, in three float32 copies. Checkpointing can't
 #   shrink them. Lab 06's chunked loss can.
 #
@@ -647,7 +648,7 @@ assert ledger.now < 0.1 * ledger.peak
 # %% [markdown]
 # ## Exercises
 #
-# Exercises, the easiest first. Each cell checks itself. `lab.solution("09.1")` shows how the first can be solved.
+# The easiest first. Each cell checks itself. `lab.solution("09.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, smaller_than

@@ -178,7 +178,8 @@ lab.show(decodes, columns, experiment="decode")
 # %% [markdown]
 # ## 2 · Page cache and memory map
 #
-# **Question.** How much of section 1's time would a faster disk save? And how do you keep pictures so that nothing is decoded?
+# **Question.** Where a file isn't cached yet, how much of its reading and decoding would a faster disk save? And how do you keep
+# pictures so that nothing is decoded?
 #
 # **Technique.** A file that was read once stays in the *page cache*, memory of the operating system. `posix_fadvise` asks it to
 # forget. The difference between a forgotten file and a cached one is all that a faster disk can save.
@@ -260,9 +261,9 @@ for r in (160, 40, 4):
 
 # %% [markdown]
 # **Measurement.** Stable Diffusion, with its encoders, reads each form in turn without workers, then PNG and the map with
-# several. PNG is measured twice in each round, as *PNG* and *PNG, again*. If the two differ by more than 3 %, the course lets no
-# time decide, and the verdict is *inconclusive*, even for a change of seven times. Where a change is larger than this noise,
-# trust its direction, not its size.
+# several. PNG is measured twice in each round, as *PNG* and *PNG, again*. If the two differ by more than 3 %, every verdict that
+# rests on a time is *inconclusive*, even when the change is sevenfold. Trust the direction of a change that is larger than this
+# noise, not its size.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
 # $r$ is 238 ms for four PNGs, and $c$ is 162 ms.
@@ -317,7 +318,8 @@ with lab.attempt("the law's picture"):
 
 # %% [markdown]
 # On the H100 the loop waits 238 ms for four PNGs, and computes for 162. Four workers and the map each remove nearly all of the
-# waiting: 173 and 172 ms in place of 383. Both together gain nothing more that shows: 171 ms.
+# waiting: 173 and 172 ms in place of 383. For the map the formula says 58 % shorter; by the two steps it is 55 %. Both together
+# gain nothing more that shows: 171 ms.
 #
 # **In your own loop** $r$ is the median time of `next(batches)` with `num_workers=0`. For $c$, time steps on one batch that stays
 # on the GPU, and synchronise before each look at the clock.
@@ -327,8 +329,7 @@ with lab.attempt("the law's picture"):
 # - **Workers:** four make PNG's $r / w$ 60 ms, below $c$. So converting gains nothing beside them. It would if another fix
 #   brought $c$ below 60 ms.
 # - **Decoding:** the loop waits 59.5 ms for one PNG and 25.3 for one JPEG. Decoding is 39.7 and 5.4 of these. The other 20 are
-#   probably resizing and conversion. The map saves them, too.
-# - **Map:** by the formula 58 % shorter, by the two steps 55 %, by the rounds' median, the table's 2.31x, 57 %.
+#   probably resizing and conversion. The map saves these, too, but for the conversion to a tensor.
 # - **GPU:** a JPEG in 0.7 ms, a core 5.4. Faster, far beyond the noise; by how much isn't decided. The CPU's work, which is the
 #   claim, was not measured.
 #
@@ -337,10 +338,10 @@ with lab.attempt("the law's picture"):
 # - *Speed-up* is the median of the rounds' own ratios, and so are the verdicts' percentages. *Waiting* is a part of the step;
 #   *floor* is the least time for its arithmetic. *PNG, again* has a speed-up of 0.82 to 1.05x, so PNG differs from itself by −4
 #   to +22 %.
-# - In the picture a bar spans the 10th to the 90th percentile. The points without workers hardly test the formula: $r$ was
-#   measured in the same steps. A square hides *in memory*.
+# - In the picture a bar spans the 10th to the 90th percentile. The line without workers is no real prediction: its $r$ was
+#   measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and *memory map*.
 # - With workers a line is flat, at $c$, up to $r = wc$. Right of that the step waits. The line of four workers bends at 648 ms,
-#   outside the picture. So only its flat part was tested: its two points lie 9 and 11 ms above, within their bars.
+#   outside the picture. So only its flat part was tested: its two points lie 9 and 11 ms above it, and their bars reach it.
 #
 # **Takeaway.** Two numbers decide: $r / w$ and $c$. Measure both before you convert a dataset. Section 5 tries the rule $r / w$
 # where it is too hopeful.
@@ -396,8 +397,7 @@ lab.verdict("A4.environment.threads")
 
 # %% [markdown]
 # Eight processes resized 76 images a second as they come, 562 with one thread each; on our H100 78 and 646. Each was measured
-# once: the brackets are an assumed ±3 %. Section 3's noise makes the verdict *inconclusive*, though more than seven times is far
-# beyond it.
+# once: the brackets are an assumed ±3 %.
 #
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
@@ -526,8 +526,6 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # - The formula also assumes that 16 workers and the training don't compete for 16 cores. By the formula, reaching $c$ takes 103.3
 #   / 2.0 = 52 workers, which 16 cores can't feed.
 #
-# Section 2's map would lower $r$; it wasn't tried here.
-#
 # **Measurement.** The same test on the course's own loop, article A1's stock script: FP16, four micro-batches of one image, no
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
 # (`labutils/tools/ablations.py`). The fixes were chosen before measuring:
@@ -560,11 +558,10 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 #
 # What they say:
 #
-# - In all 18 rows the predicted step is off by −26 to +32 %. Capturing promised too much in all three runs of Stable Diffusion. One
-#   round with BF16 took 43 % longer; why is not known.
+# - In all 18 rows the predicted step is off by −26 to +32 %. Capturing promised too much in all three runs of Stable Diffusion.
 # - By the medians five of the six loops kept the predicted order; three of them have two fixes only.
-# - So take from a diagnosis a rough order, and not the gain: in the first table workers and caching, predicted near each other,
-#   changed places. Gains don't add up: what one fix has saved, the next can't save again.
+# - So trust a diagnosis for a rough order, not for the gain. In the first table workers and caching changed places, but their
+#   measured ranges overlap. Gains don't add up: what one fix has saved, the next can't save again.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

@@ -91,8 +91,8 @@ torchrun = partial(lab11_distributed.torchrun, Path(place.name), ranks=count, de
 # **Technique.** `torchrun` starts the script N times and tells each process its number. The ranks meet in a *process group*: over
 # NCCL between GPUs, over gloo between CPUs. A few *collectives* make up all that they do together. In an *all-reduce* each rank
 # brings a tensor, and each gets the sum. A ring of N ranks does it in two halves: each rank first gets the sum of its own $1/N$
-# (*reduce-scatter*), then all pass these on (*all-gather*). Each half sends $(N-1)/N$ of the message over each link. These bytes
-# over the time are the *bus bandwidth*: with two ranks, the message over the time.
+# (*reduce-scatter*), then all pass these on (*all-gather*). Each half sends $(N-1)/N$ of the message over each link. The bytes of
+# both halves over the time are the *bus bandwidth*. With two ranks they are as many as the message's.
 
 
 # %%
@@ -234,9 +234,9 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %% [markdown]
 # **Measurement.** The course's loop does it with Stable Diffusion and Qwen3, in one launch of
-# `labutils/training/launch_worker.py`. A hook on each weight notes when its gradient is ready: `lead_ms` before the last one.
-# Each round goes through all of a case's runs: one process alone while the others wait, every rank *for itself* at once with
-# nothing between them, DDP, FSDP, and one process again.
+# `labutils/training/launch_worker.py`. A hook on each weight notes when its gradient is ready: `lead_ms` is how long before the
+# last one. Each round goes through all of a case's runs: one process alone while the others wait, every rank *for itself* at once
+# with nothing between them, DDP, FSDP, and one process again.
 
 # %%
 runs: list[Run] = []
@@ -263,22 +263,23 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# On this page's two H100s the largest message, 256 MiB, reached 297 GB/s. The table says:
+# On this page's two H100s the largest message, 256 MiB, reached 297 GB/s. *Predicted* is the bound. *Full* is the whole UNet,
+# *qwen3-lora-long* an 8 B model. The bound is nearly reached with LoRA, and missed with all weights:
 #
 # - *LoRA:* 184 ms *for itself*, every rank at once with nothing sent, and 186 with DDP. Two GPUs do nearly twice the work.
-# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP. So 39 ms are lost, where the bound allows 0.1.
-# - *Sharing one host* costs nothing that shows: 147 ms against *one process*'s 145.
+# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP. So 39 ms are lost. The bound says only: at least 0.1.
+# - *Sharing one host* costs 2 % at most: 147 ms against *one process*'s 145, for Qwen3 415 against 408.
 #
 # The bound counts only what is sent after the last gradient. It doesn't count what messages cost *while* they are hidden. Section
 # 3 tries the remedy: send less often.
 #
 # Where may the 39 ms go? By the measured rates the 3.4 GB of gradients take 14 ms in buckets. But NCCL's kernels take a part of
-# the GPU from computing, DDP copies gradients into buckets and back, and a step lasts as long as its slower rank. Only the last
-# can be estimated: of two steps *for itself*, picked at random, the longer takes 8 ms more than the mean.
+# the GPU from computing, DDP copies gradients into buckets and back, and a step lasts as long as its slower rank. What each of
+# these takes wasn't measured.
 #
 # About the verdicts: one process was measured twice, and its rates differ by −14 to +3 % for the whole UNet, by 0 to +10 % for
 # LoRA. The gains are larger, but the course's rule is strict: *inconclusive* is about the machine, not about DDP. *Here* is this
-# page's two H100s. *Ours* is two H200s of another host: they reached 64 % with all weights, and 90 % with LoRA.
+# page's two H100s. The column *ours* is two H200s of another host: an efficiency of 64 % with all weights, and 90 % with LoRA.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -394,9 +395,8 @@ plt.show()
 # rank shows as communication of the others: of the drawn step of *ddp, full* they take some 200 ms, where section 2's bytes need
 # 14.
 #
-# - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides; without the profiler DDP
-#   loses section 2's 39 ms, 21 % of 186. The drawn step's first 66 ms have no computation: probably the end of the step before,
-#   as steps are cut by the host's clock, and the GPU lags.
+# - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides. The drawn step's first 66
+#   ms have no computation: probably the end of the step before, as steps are cut by the host's clock, and the GPU lags.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
@@ -410,18 +410,17 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# Rows with – have one micro-batch a rank, *sync each* and *no_sync* four. *sync each* was measured *again*: 706 and 664 ms.
-# *no_sync* took 578, so sending once probably saves 13 to 18 %. Four steps of one GPU take 4 · 145 = 580 ms, with four updates
-# for one: most of section 2's loss is gone.
+# Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
+# 706 and 664 ms. *no_sync* took 578. Section 2 lost 39 ms with one send, so three sends fewer should save about 117: it was 86 to
+# 128.
 #
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, our H100s 15.9. The 2.9 GB between them are not explained, nor why *sync
-# each* takes 2.2 more than *no_sync*.
+# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took
-# 16 % longer; with all weights 27 %.
+# 16 % longer.
 #
-# **Takeaway.** Communication that the bound calls hidden can cost time: send once a step. FSDP saves memory, and probably costs
-# time: take it for a model that doesn't fit otherwise.
+# **Takeaway.** Communication that the bound calls hidden can cost time: send once a step. FSDP saved 45 % of the memory with all
+# weights, and its step took 27 % longer: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is fast enough?
