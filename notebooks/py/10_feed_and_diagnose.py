@@ -35,7 +35,8 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 40 GB | 6 minutes |
 #
-# Only nvJPEG and CUDA's variables need a GPU.
+# Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. The text's numbers are those of the recorded
+# page, one H100: *the recorded H100*. *Our H100* and *ours* are others.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -168,9 +169,8 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# The text's numbers are those of the recorded page, one H100: *the recorded H100*. *Our H100* and *ours* are others. A PNG took 7.4
-# times as long as a JPEG. These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which
-# measures the machine's noise.
+# On this page's H100 a PNG took 7.4 times as long as a JPEG. These pictures are drawn, and compress better than photographs do.
+# The verdict waits for section 3, which measures the machine's noise.
 #
 # **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 180 times as much for
 # PNG, 93 times for JPEG. Section 2 reads from the disk.
@@ -399,6 +399,8 @@ lab.verdict("A4.environment.threads")
 # Eight processes resized 76 images a second as they come, 562 with one thread each; on our H100 78 and 646. Each was measured
 # once: the brackets are an assumed ±3 %.
 #
+# **Question.** What do CUDA's two variables do, and what does the first cost?
+#
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
 # The step is Stable Diffusion's with four workers, four images one after the other.
@@ -516,15 +518,16 @@ lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
-# On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the promised
-# step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, hide that, so
-# compare the steps that remain. Why longer? It is not `persistent_workers`, which the script didn't get: they help from a second
-# epoch on, and a run here has one.
+# On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the
+# promised step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, hide
+# that, so compare the steps that remain. Why longer? (Not for lack of `persistent_workers`: these help from a second epoch on.)
 #
 # - A part is the script's own: when its `for` loop ends, Python waits for the 16 workers to end, and only then does the script read
 #   the clock. Over the 64 steps that it times, the whole gap is 0.3 s. How much of it is that ending was not measured.
 # - The formula also assumes that 16 workers and the training don't compete for 16 cores. By the formula, reaching $c$ takes 103.3
 #   / 2.0 = 52 workers, which 16 cores can't feed.
+#
+# **Question.** Does the predicted order hold on a real training loop?
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script: FP16, four micro-batches of one image, no
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
