@@ -95,7 +95,7 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
                 f"Results can't be kept in {asked!r}: {error}. Set results_dir to a folder you may "
                 "write to."
             ) from None
-        lab = Lab(number, values, kept, in_batch=bool(_injected(namespace)))
+        lab = Lab(number, values, kept)
         lab.opened_with = opened_with
     lab.show(lab.banner())
     return lab
@@ -139,11 +139,8 @@ class Lab:
     `results_dir`, `cache_dir`.
     """
 
-    def __init__(
-        self, number: str, values: dict[str, Any], kept: records.Results, in_batch: bool = False
-    ) -> None:
+    def __init__(self, number: str, values: dict[str, Any], kept: records.Results) -> None:
         self.number = number
-        self._in_batch = in_batch
         self.opened_with: tuple[str, dict[str, Any], Any] | None = None
         self.machine = machine_facts()
         self.device = default_device()
@@ -408,9 +405,9 @@ class Lab:
         """Show a drop-down list for each name, or a slider if its values are numbers, and call
         `draw(name=value, ...)` at every choice.
 
-        In a batch run nobody can choose: then nothing is drawn, and the result is False.
+        Where nobody can choose, nothing is drawn, and the result is False.
         """
-        if not _in_kernel() or self._in_batch:
+        if not _somebody_answers():
             return False
         from ipywidgets import Dropdown, SelectionSlider, interact
 
@@ -538,5 +535,12 @@ def _in_kernel() -> bool:
         return False
     from IPython import get_ipython
 
+    return hasattr(get_ipython(), "kernel")
+
+
+def _somebody_answers() -> bool:
+    """Whether a person runs this cell: for papermill and nbconvert a widget can wait for ever."""
+    from IPython import get_ipython
+
     shell = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
+    return hasattr(shell, "kernel") and shell.kernel.get_parent()["content"]["allow_stdin"]

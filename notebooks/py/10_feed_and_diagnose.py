@@ -35,7 +35,8 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 40 GB | 6 minutes |
 #
-# Only nvJPEG and CUDA's variables need a GPU.
+# Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. The text's numbers are those of the recorded
+# page, one H100: *the recorded H100*. *Our H100* and *ours* are others.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -168,9 +169,8 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# The text's numbers are those of the recorded page, one H100: *the recorded H100*. *Our H100* and *ours* are others. A PNG took 7.4
-# times as long as a JPEG. These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which
-# measures the machine's noise.
+# On this page's H100 a PNG took 7.4 times as long as a JPEG. These pictures are drawn, and compress better than photographs do.
+# The verdict waits for section 3, which measures the machine's noise.
 #
 # **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 180 times as much for
 # PNG, 93 times for JPEG. Section 2 reads from the disk.
@@ -260,10 +260,10 @@ for r in (160, 40, 4):
     print(f"r = {r}, c = 100: {[step_ms(r, 100, workers) for workers in (0, 1, 2, 4)]} ms")
 
 # %% [markdown]
-# **Measurement.** Stable Diffusion, with its encoders, reads each form in turn without workers, then PNG and the map with
-# several. PNG is measured twice in each round, as *PNG* and *PNG, again*. If the two differ by more than 3 %, every verdict that
-# rests on a time is *inconclusive*, even when the change is sevenfold. Trust the direction of a change that is larger than this
-# noise, not its size.
+# **Measurement.** Stable Diffusion, with its encoders, is trained without workers from PNG, JPEG, the map and memory, then with
+# several from PNG and the map. PNG is measured twice in each round, as *PNG* and *PNG, again*. If the two differ by more than 3
+# %, every verdict that rests on a time is *inconclusive*, even when the change is sevenfold. Trust the direction of a change that
+# is larger than this noise, not its size.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
 # $r$ is 238 ms for four PNGs, and $c$ is 162 ms.
@@ -317,28 +317,28 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# On the H100 the loop waits 238 ms for four PNGs, and computes for 162. Four workers and the map each remove nearly all of the
-# waiting: 173 and 172 ms in place of 383. For the map the formula says 58 % shorter; by the two steps it is 55 %. Both together
-# gain nothing more that shows: 171 ms.
+# On the H100 the loop waits $r$ = 238 ms for four PNGs. $c$, the rest of a step from memory, is 162. Four workers and the map
+# each remove nearly all of the waiting: 173 and 172 ms in place of 383. For the map the formula says 58 % shorter; by the two
+# steps it is 55 %. Both together gain nothing more that shows: 171 ms.
 #
 # **In your own loop** $r$ is the median time of `next(batches)` with `num_workers=0`. For $c$, time steps on one batch that stays
 # on the GPU, and synchronise before each look at the clock.
 #
-# What its rows say:
+# What the rows of section 3's table say:
 #
 # - **Workers:** four make PNG's $r / w$ 60 ms, below $c$. So converting gains nothing beside them. It would if another fix
 #   brought $c$ below 60 ms.
 # - **Decoding:** the loop waits 59.5 ms for one PNG and 25.3 for one JPEG. Decoding is 39.7 and 5.4 of these. The other 20 are
 #   probably resizing and conversion. The map saves these, too, but for the conversion to a tensor.
-# - **GPU:** a JPEG in 0.7 ms, a core 5.4. Faster, far beyond the noise; by how much isn't decided. The CPU's work, which is the
-#   claim, was not measured.
+# - **GPU:** a JPEG in 0.7 ms, a core 5.4. So the GPU was about 7 times as fast; the lab's noise doesn't let us confirm the
+#   factor. The CPU's work, which is the claim, was not measured.
 #
 # Details and limits:
 #
 # - *Speed-up* is the median of the rounds' own ratios, and so are the verdicts' percentages. *Waiting* is a part of the step;
 #   *floor* is the least time for its arithmetic. *PNG, again* has a speed-up of 0.82 to 1.05x, so PNG differs from itself by −4
 #   to +22 %.
-# - In the picture a bar spans the 10th to the 90th percentile. The line without workers is no real prediction: its $r$ was
+# - In the picture a bar spans the 10th to the 90th percentile. The line without workers is no independent test: its $r$ was
 #   measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and *memory map*.
 # - With workers a line is flat, at $c$, up to $r = wc$. Right of that the step waits. The line of four workers bends at 648 ms,
 #   outside the picture. So only its flat part was tested: its two points lie 9 and 11 ms above it, and their bars reach it.
@@ -399,6 +399,8 @@ lab.verdict("A4.environment.threads")
 # Eight processes resized 76 images a second as they come, 562 with one thread each; on our H100 78 and 646. Each was measured
 # once: the brackets are an assumed ±3 %.
 #
+# **Question.** What do CUDA's two variables do, and what does the first cost?
+#
 # `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
 # The step is Stable Diffusion's with four workers, four images one after the other.
@@ -431,9 +433,9 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
-# Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. One
-# takes about as long, 646 / 4 = 162 ms, as section 3's four together. So probably the host sets the pace. Blocking slows the step
-# by more than the noise; its size is not certain.
+# Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. One of
+# these takes 646 / 4 = 162 ms, as long as section 3's micro-batch of four. So probably the host sets the pace. Blocking slows the
+# step by more than the noise; its size is not certain.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
 # `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -516,15 +518,16 @@ lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
-# On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the promised
-# step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, hide that, so
-# compare the steps that remain. Why longer? It is not `persistent_workers`, which the script didn't get: they help from a second
-# epoch on, and a run here has one.
+# On the recorded H100 $r$ was 103.3 ms and $c$ 2.0. With 16 workers $r / w$ is 103.3 / 16 = 6.5 ms, more than $c$. So the
+# promised step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, look
+# alike, so compare the steps that remain. Why longer? (Not for lack of `persistent_workers`: these help from a second epoch on.)
 #
 # - A part is the script's own: when its `for` loop ends, Python waits for the 16 workers to end, and only then does the script read
 #   the clock. Over the 64 steps that it times, the whole gap is 0.3 s. How much of it is that ending was not measured.
 # - The formula also assumes that 16 workers and the training don't compete for 16 cores. By the formula, reaching $c$ takes 103.3
 #   / 2.0 = 52 workers, which 16 cores can't feed.
+#
+# **Question.** Does the predicted order hold on a real training loop?
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script: FP16, four micro-batches of one image, no
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
@@ -535,7 +538,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # - *Capture* replays the step as a CUDA graph.
 # - *Batch size* trains four images at once, not one after the other.
 #
-# *Step off by* is the predicted step against the measured one: −20 % means that the prediction is too short.
+# *Step off by* is the predicted step against the measured one: −20 % means that the predicted step is 20 % shorter than the
+# measured one.
 
 # %%
 fixes = ("workers", "batch size", "capture", "caching")
@@ -559,7 +563,7 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # What they say:
 #
 # - In all 18 rows the predicted step is off by −26 to +32 %. Capturing promised too much in all three runs of Stable Diffusion.
-# - By the medians five of the six loops kept the predicted order; three of them have two fixes only.
+# - In five of the six runs the medians kept the predicted order. Three of these compare two fixes only.
 # - So trust a diagnosis for a rough order, not for the gain. In the first table workers and caching changed places, but their
 #   measured ranges overlap. Gains don't add up: what one fix has saved, the next can't save again.
 #

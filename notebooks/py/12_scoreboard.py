@@ -119,8 +119,8 @@ ours = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
-# The spread of B's own times mostly shows that the machine became slower: it can't tell B from A. The interval does: it ends
-# below 1, so B is faster, by 2 to 4 %. *A again* shows the noise. A rule follows:
+# The spread of B's own times mostly shows that the machine became slower: it can't tell B from A. The interval can: B takes 2 to
+# 4 % less. *A again* shows the noise. A rule follows:
 #
 # - $f$ is the larger of *A again*'s upper end and 1 / its lower end: here 1.008, so $1/f$ is 0.992.
 # - *Faster*: B's interval ends below $1/f$, here at 0.978. *Slower*: it begins above $f$. Else *inconclusive*.
@@ -130,10 +130,10 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 #
 # You write the rule in exercise 3.
 #
-# Why so strict? A slow drift, as above, cancels within a round. But where *A again* differs from A, the speed changed within
-# rounds. B may have been hit as well, and we can't know how much. So such a time is shown with its interval, and decides nothing.
-# The reason may say *no time decides, though the change is larger than the noise*. Its direction is then a hint, not a verdict:
-# measure again on a quieter machine.
+# Why so strict? A slow drift, as above, cancels within a round. But where *A again* differs from A by more than 3 %, the speed
+# changed within rounds. B may have been hit as well, and we can't know how much. So such a time is shown with its interval, and
+# decides nothing. The reason may say *no time decides, though the change is larger than the noise*. Its direction is then a hint,
+# not a verdict: measure again on a quieter machine.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -206,8 +206,8 @@ plt.show()
 #
 # *Off by a factor of* compares what was published with what was found. An example: published were 30 % less memory, so 0.70 of it
 # remains. We found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. It is never below 1, so it doesn't say which
-# number is larger: read both. A dash means that no factor can be computed. The first table shows twelve, the second their
-# reasons. Each first step was timed once only: its interval is an assumed ±3 %.
+# number is larger: read both. A dash means that no factor can be computed. The first table shows twelve, those with a factor
+# first. The second shows their reasons. Each first step was timed once only: its interval is an assumed ±3 %.
 
 # %%
 worst = lab12_scoreboard.farthest_off(board)
@@ -220,7 +220,7 @@ lab.table(board.loc[worst.index, list(reasons)].rename(columns=reasons))
 # the scale. *Inconclusive* and *differs between hosts* are no disagreement.
 
 # %%
-lab.table(lab12_scoreboard.disagreements(board), otherwise="No verdict of yours differs from ours.")
+lab.table(lab12_scoreboard.disagreements(board), otherwise="Where both sides decided, they agree.")
 
 # %% [markdown]
 # The next cell shows any claim with its reason: choose in JupyterLab, or set the parameters `article`, `lab_number` and
@@ -277,8 +277,8 @@ by_kind = predictions.summaries(told, "kind")
 lab.table(by_kind.assign(lean=by_kind["lean"].map(predictions.lean_in_words)))
 
 # %% [markdown]
-# **Takeaway.** If predicted / measured is nearly the same in many predictions, divide the next one by your lean. Where the ratios
-# differ widely, that won't help.
+# **Takeaway.** If predicted / measured is nearly the same in many predictions, divide the next one by that lean: whoever is
+# always half of the truth doubles the next answer. Where the ratios differ widely, that won't help.
 
 # %% [markdown]
 # ## 6 · What to try next
@@ -294,8 +294,8 @@ waiting = waiting.sort_values("claims", ascending=False).head(8)
 lab.table(waiting, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# **Takeaway.** Begin with the lab that the most claims wait for, of those that your machine can test. The table at the head of
-# each lab says what machine and how many minutes it takes.
+# **Takeaway.** Count the claims that your machine can test, and begin with the lab that the most of them wait for. The table at
+# the head of each lab says what machine and how many minutes it takes.
 
 # %% [markdown]
 # ## Exercises

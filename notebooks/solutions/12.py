@@ -5,7 +5,7 @@
 print(check("12.1", "inconclusive"))
 
 # %% 12.2
-print(check("12.2", (2, 2)))
+print(check("12.2", (2, 0.8)))
 
 
 # %% 12.3
