@@ -542,5 +542,4 @@ def _somebody_answers() -> bool:
     """Whether a person runs this cell: for papermill and nbconvert a widget can wait for ever."""
     from IPython import get_ipython
 
-    shell = get_ipython()
-    return hasattr(shell, "kernel") and shell.kernel.get_parent()["content"]["allow_stdin"]
+    return _in_kernel() and get_ipython().kernel.get_parent()["content"].get("allow_stdin", False)

@@ -313,8 +313,8 @@ plt.show()
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# From batch 8 on each time is one step. At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. So it is 0.64 to 1.01
-# times as fast as *bf16*. So verdicts on time in sections 5, 6 and 9 are open.
+# From batch 8 on each time is one step. At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times
+# as fast as *bf16*, so verdicts on time in sections 5, 6 and 9 are open.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 

@@ -237,12 +237,12 @@ def show_claims(article, lab_number, verdict):
 
 choices = {"article": ["all", *claims.articles()], "lab_number": ["all", *titles]}
 choices["verdict"] = sorted(VERDICTS, key=lambda word: word != "refuted") + ["all"]
-for name, one in {"article": article, "lab_number": lab_number, "verdict": verdict}.items():
+asked = {"article": article, "lab_number": lab_number, "verdict": verdict}
+for name, one in asked.items():
     if one not in choices[name]:
         raise ValueError(f"{name} is {one!r}, but it takes one of: {', '.join(choices[name])}.")
-asked = (article, lab_number, verdict)
-if not lab.choose(show_claims, choices) and set(asked) != {"all"}:
-    show_claims(*asked)
+if not lab.choose(show_claims, choices) and set(asked.values()) != {"all"}:
+    show_claims(**asked)
 
 # %% [markdown]
 # **Takeaway.** The reason matters more than the verdict. "Faster, but by less than published" and "slower" both refute a
@@ -262,14 +262,18 @@ told = scores.dropna(subset="factor")
 there = told["on"] != ""
 told = told.assign(topic=told["topic"] + (", " + told["on"]).where(there, ""))
 print(len(scores), "predictions;", len(told), "scored by a factor,", there.sum(), "against ours")
-if not len(told):
+if told.empty:
     print("Put numbers into the cells *Prediction* of a lab, and run it to its end.")
     print("Until then, somebody's answers, invented:")
-    asked = (("a step", "ms", 300, 420), ("a first step", "s", 30, 95), ("speed-up", "x", 3.0, 1.6))
+    invented = (
+        ("a step", "ms", 300, 420),
+        ("a first step", "s", 30, 95),
+        ("speed-up", "x", 3.0, 1.6),
+    )
     told = predictions.scores_of(
         {"status": "score", "lab": "e.g.", "topic": topic, "unit": unit}
         | {"value": predicted, "measured": measured}
-        for topic, unit, predicted, measured in asked
+        for topic, unit, predicted, measured in invented
     )
 plots.calibration(plt.gca(), told, predictions.NEAR)
 plt.show()
