@@ -96,9 +96,8 @@ class Recipe:
     optimizer step."""
     compile: str = knob("off", ("off", "default", "reduce-overhead", "max-autotune"))
     """torch.compile's mode."""
-    compile_scope: str = knob("model", ("model", "blocks", "everything"))
-    """What is compiled: the trained model, its repeated blocks one by one, or the frozen encoders
-    as well."""
+    compile_scope: str = knob("model", ("model", "blocks"))
+    """What is compiled: the trained model, or its repeated blocks one by one."""
     dynamic: str = knob("static", ("static", "automatic", "any"))
     """Sizes in compiled code. static: the very ones given, compiled anew for others; automatic:
     PyTorch's default, static until a size changes, any from then on; any: from the start."""

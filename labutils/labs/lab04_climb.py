@@ -11,11 +11,9 @@ from labutils.recipe import STOCK, Recipe
 from labutils.results.records import Run
 from labutils.training import Benchmark, try_isolated
 
-ALONE = ("stock", "workers", "compile")
-"""Rungs that are prepared while nothing else compiles: their first steps are compared."""
-AHEAD = ("encoders compiled", "merged batch", "folded LoRA")
-"""Rungs whose kernels another process puts into the cache, while this one compiles others. The
-first one's are those of "channels last", too."""
+AHEAD = "folded LoRA"
+"""The rung whose kernels another process puts into the cache, while this one compiles those of the
+rungs before."""
 WATCHED = ("stock", "workers", "pinned")
 TRACED = ("workers", "compile", "whole-step graph", "folded LoRA")
 MODES = ("reduce-overhead", "max-autotune")
@@ -45,13 +43,12 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     """
     recipes, tags = rungs_on(bench.workload.device.type), A1_LADDER.tags()
     tried, on_gpu = {}, bench.workload.device.type == "cuda"
-    bench.prepare({name: recipes[name] for name in ALONE if name in recipes})
     with ThreadPoolExecutor() as pool:
         if on_gpu:
-            for name in AHEAD:
-                pool.submit(try_isolated, bench.workload, recipes[name], 1)
+            pool.submit(try_isolated, bench.workload, recipes[AHEAD], 1)
             tried = {mode: pool.submit(_try_mode, bench, mode) for mode in MODES}
-        bench.prepare(recipes)
+            bench.prepare({name: recipe for name, recipe in recipes.items() if name != AHEAD})
+    bench.prepare(recipes)  # once no other process is at work
     why = "skipped: on a CPU this rung is no different from one above it"
     runs = {name: Run("04", name, status=why, tags=tags[name]) for name in tags}
     runs |= bench.compare(recipes, max(1, 4 // rounds), rounds, tags)  # 4 samples or more
@@ -60,7 +57,7 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
             runs[name].metrics |= bench.watch(name)
     for name in TRACED if on_gpu else TRACED[-1:]:
         if (run := runs[name]).ok:
-            trace = bench.trace_into(run, folder, steps=2)
+            trace = bench.trace_into(run, folder, steps=1)
             regions = trace.calls_of("Torch-Compiled Region") / run.recipe["accumulation"]
             run.metrics |= {"compiled_regions": regions} if name == "compile" else {}
     return in_lanes(runs, A1_LADDER) | {name: run.result() for name, run in tried.items()}

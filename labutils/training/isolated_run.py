@@ -15,7 +15,7 @@ from labutils.training.child_process import Child
 from labutils.training.trainer import Trainer
 from labutils.workloads.base import Workload, open_workload
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 360.0
 
 
 def try_isolated(

@@ -82,7 +82,7 @@ def build_optimizer(parameters: list[nn.Parameter], recipe: Recipe) -> torch.opt
 
 
 def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> None:
-    """Compile the trained part, its blocks, or the encoders too, in place, as the recipe says."""
+    """Compile the trained part or its blocks, in place, as the recipe says."""
     if recipe.compile == "off":
         return
     if os.environ.get("TORCHDYNAMO_DISABLE", "0") != "0":
@@ -93,8 +93,6 @@ def compile_as_asked(workload: Workload, model: nn.Module, recipe: Recipe) -> No
     name, trained = workload.trained(model)
     compiled = torch.compile(trained, mode=recipe.compile, dynamic=DYNAMIC[recipe.dynamic])
     setattr(model, name, compiled)
-    if recipe.compile_scope == "everything":
-        compile_blocks(workload.frozen(model), recipe.compile, recipe.dynamic)
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -154,10 +154,6 @@ class Workload(ABC):
         """The part of `model` that is trained, behind the attribute that holds it: what is
         compiled and wrapped."""
 
-    def frozen(self, model: nn.Module) -> list[nn.Module]:
-        """The encoders that only ever run forward."""
-        return []
-
     @abstractmethod
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         """What the trained part repeats: regional compilation compiles these one by one."""

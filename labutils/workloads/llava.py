@@ -173,10 +173,6 @@ class MultimodalLora(DecoderWorkload):
         tower = ("vision_tower",) if "fp8" in recipe.base_linear else ()
         return (*super().left_out(recipe), *tower)
 
-    def frozen(self, model: Published | Rewritten) -> list[nn.Module]:
-        """The vision tower; as published it is part of what is trained, one module."""
-        return [model.vision] if isinstance(model, RewrittenLlava) else []
-
     def units(self, model: Published | Rewritten) -> list[nn.Module]:
         return [*model.network.model.vision_tower.encoder.layers, *super().units(model)]
 

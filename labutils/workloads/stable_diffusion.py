@@ -161,9 +161,6 @@ class DiffusionLora(Workload):
     def trained(self, model: Networks) -> tuple[str, nn.Module]:
         return "unet", model.unet
 
-    def frozen(self, model: Networks) -> list[nn.Module]:
-        return [model.vae.encoder, model.text_encoder]
-
     def blocks(self, model: Networks) -> list[nn.Module]:
         return [m for m in model.unet.modules() if type(m).__name__ in model.unet._repeated_blocks]
 
