@@ -106,7 +106,9 @@ def train_with_unsloth(
     ):
         if first.weights == "random":
             order["model"] = weights
-        records, failure = _ask(order, first, Path(folder), logs, meanwhile)
+            first.publish(Path(weights))
+            make_room(first)  # for the child: memory that this process keeps is free for no other
+        records, failure = _ask(order, Path(folder), logs, meanwhile)
     if failure and not records:
         raise RuntimeError(failure)
     runs = {}
@@ -120,11 +122,7 @@ def train_with_unsloth(
 
 
 def _ask(
-    order: dict[str, Any],
-    first: LanguageLora,
-    folder: Path,
-    logs: Path,
-    meanwhile: Callable[[], object] | None,
+    order: dict[str, Any], folder: Path, logs: Path, meanwhile: Callable[[], object] | None
 ) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
     didn't.
@@ -137,11 +135,7 @@ def _ask(
     environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
     environment["TORCHINDUCTOR_CACHE_DIR"] = None
     records = {}
-    with Child(["-m", __name__], None, TIMEOUT_S, environment, folder) as child:
-        if first.weights == "random":  # while the child imports unsloth
-            first.publish(Path(order["model"]))
-            make_room(first)  # for the child: memory that this process keeps is free for no other
-        child.send(order)
+    with Child(["-m", __name__], order, TIMEOUT_S, environment, folder) as child:
         if meanwhile:
             meanwhile()
             cuda.empty_cache()

@@ -35,7 +35,7 @@
 # |---|---|---|
 # | `tiny` | any CPU; a C++ compiler for section 1 | 1 minute |
 # | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 40 GB | 6 minutes, half of them compiling |
+# | `full` | a GPU of 40 GB | 6 to 7 minutes, half of them compiling |
 #
 # A CPU has no launches to save. It climbs fewer rungs, and shows our record, an H200's.
 
@@ -162,12 +162,12 @@ with lab.attempt("compiling a block"):
 
 # %% [markdown]
 # Compiling has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps, with $f$ a
-# first step and $t$ a later one. This block is bound by bytes: on the H100 merging its chains saved 4 of its 9 ms. Where a
-# model repeats a block, `block.compile()` on each costs less at first: blocks of one shape share their code. This lab gave
-# the compiler an empty cache. The second start of your script finds its code in the cache on disk, and compiling pays sooner.
+# first step and $t$ a later one. This block is bound by bytes: on the H200 merging its chains saved 3.3 of its 7.7 ms. Where a
+# model repeats a block, `block.compile()` on each costs less at first: blocks of one shape share their code. This lab gave the
+# compiler an empty cache. The second start of your script finds its code in the cache on disk, and compiling pays sooner.
 #
-# **Your prediction:** on our GPUs a step launches some 23,500 kernels, and 16,400 once the UNet is compiled. If the host sets
-# the pace, time falls as launches do. How many times as fast is the compiled step?
+# **Your prediction:** on our GPUs a step launches some 23,500 kernels, and some 16,500 once the UNet is compiled. If the host
+# sets the pace, time falls as launches do. How many times as fast is the compiled step?
 
 # %%
 my_compile_gain: float | None = None  # for example 2
@@ -181,10 +181,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# Kernel time is the GPU's: 164 ms per step on the H100 and 137 compiled, 156 and 131 on the H200's record. The step itself is the
-# host's: the stock loop took 896 ms on the H100, 777 on the H200's record. The ratio was 1.5 on the H100 and 1.6 on the H200's
-# record. Both machines were unsteady, so these two ratios decide nothing. The compiled kernels take 137 of 398 ms on the H100, so
-# the GPU waits most of the time. For the UNet, $n = (119 - 0.7) / (0.586 - 0.398)$, some 630 steps.
+# Kernel time is the GPU's: 156 ms a step, and 131 compiled. The step itself is the host's: the stock loop took 1,036 ms here, 777
+# on another H200's host and 896 on an H100's. On all three the compiled step was 1.5 or 1.6 times as fast. None of them was
+# steady, so these ratios decide nothing. The compiled kernels take 131 of 468 ms: the GPU waits most of the time. For the UNet,
+# $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps. Other processes compiled beside it: alone it took 119 s on the H100.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -337,8 +337,8 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* has ring and fused AdamW. Against the plain loop it is 0.89 on the H100, and 1.08 on the H200's record: within
-# noise. Little was to be gained, for here the GPU waits for the host.
+# *No host waits* leaves accelerate out, and has ring and fused AdamW. Against *pinned* it is 0.99 here, 0.92 on the H100 and 1.15
+# on the other H200: within noise. Little was to be gained, for here the GPU waits for the host.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
@@ -433,7 +433,7 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # scale, log and random state. A learning rate that changes must be a tensor. Then capture one function: zero the gradients in
 # place, four forward and backward passes, unscale, clip, AdamW, `ring.put`. In each step copy the batches in and replay.
 #
-# **Your prediction:** the compiled step's kernels take 137 ms on the H100; the table of section 1 has yours. How many
+# **Your prediction:** the compiled step's kernels take 131 ms on the H200; the table of section 1 has yours. How many
 # milliseconds does the captured step take?
 
 # %%
@@ -447,9 +447,9 @@ columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "kernels_per_step", 
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The captured step takes little more than its kernels, with both our hosts: the GPU hardly waits for them, and replayed steps don't
-# jitter with the CPU. It has about as many kernels as before. The rung's eight lasting workers share in its factor. *GPU-busy* of a
-# captured step is traced. Tracing lengthens the gaps, so it is a lower bound; kernel time over step time is the upper one.
+# The captured step takes little more than its kernels. So it takes 136 ms with both H200s' hosts, whose stock loops took 777 and
+# 1,036: the GPU sets the pace now, and a slow CPU costs nothing. *GPU-busy* of a captured step is traced. Tracing lengthens the
+# gaps, so it is a lower bound; kernel time over step time is the upper one.
 #
 # **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. If the host sets the pace, try it first.
 
@@ -514,11 +514,9 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Against the rung above, *encoders compiled* saves most, 46 ms, and *side by side* has the largest factor, 1.58. Launches were free
-# already, so compiling probably helps because merged kernels move fewer bytes.
+# Four streams take 51 of 136 ms away. The layout is part of the last rung.
 #
-# **Takeaway.** When the GPU is busy, ask what with: unmerged chains, copies between layouts, and kernels that fill a part of
-# it.
+# **Takeaway.** When the GPU is busy, ask what with: copies between layouts, and kernels that fill a part of it.
 
 # %% [markdown]
 # ## 6 · Less work for the same gradients
@@ -578,7 +576,7 @@ print("projected gradients: those of the plain layer")
 # The rung *folded LoRA* takes section 5's layout, too, and one batch of four instead of four of one. You write that batch in exercise
 # 3.
 #
-# **Your prediction:** the floor of four images without VAE and text encoder is about 9 ms on the H100; your own stands in the
+# **Your prediction:** the floor of four images without VAE and text encoder is about 9 ms on the H200; your own stands in the
 # table below. How many milliseconds do they take on the last rung?
 
 # %%
@@ -593,8 +591,8 @@ columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Encoding costs its seconds before the first step. On the H100 our 256 images took 4.2 s, and a step saves 16 ms: paid after about
-# 260 steps, four passes over the images.
+# Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s, and a step saves 28 ms: paid after
+# about 140 steps, some two passes over the images. *Folded LoRA* is 2.3 times as fast as *cached encoders*.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -617,20 +615,20 @@ for found in (rungs, h200) if lab.device == "cpu" and h200 else (rungs,):
 lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
-# From the first rung to the last the step probably became 34 times as fast on the H100 (31 to 41), and 31 times on the H200's
-# record (29 to 36). The last rung takes 2.9 and 2.7 times its floor.
+# From the first rung to the last the step became 41 times as fast here (34 to 44), 31 times on the other H200 (29 to 36), and 34
+# times on the H100 (31 to 41). The slower the host, the larger the factor: the last rung takes 25.0 ms on both H200s, 2.8 times
+# its floor.
 #
-# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). If its 85 %
-# utilisation were time with a kernel running, removing all idle time would gain a factor of 1 / 0.85. Our compiled step was two
-# thirds idle. So capturing gains most with a slow host and a fast card, the rungs after it with any host.
+# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). If its 85
+# % utilisation were time with a kernel running, removing all idle time would gain a factor of 1 / 0.85. Our compiled step was
+# nearly three quarters idle.
 #
-# The article's switches raised utilisation from 44 to 85 %. The driver read 23 and 46 % beside our H100, and 20 and 27 % on the
-# H200's record. So this verdict *differs between hosts*.
+# The article's switches raised utilisation from 44 to 85 %. The driver read 18 and 28 % here, 20 and 27 % on the other H200, and
+# 23 and 46 % on the H100. So this verdict *differs between hosts*.
 #
-# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.25x: the round's second stock loop was
-# 4 to 20 % shorter than its first. A filled rung is more than that noise. *Channels last*, *merged batch* and *folded LoRA* are
-# hollow, but probably gains: captured steps jitter less than the stock loop. Verdicts on times stay *inconclusive* on such a
-# machine.
+# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.19x: the round's second stock loop
+# took 11 % less to 19 % more than its first. A filled rung is more than that noise. Captured steps hardly jitter: *side by side*
+# is 1.60x in every round. Verdicts on times stay *inconclusive* on such a machine.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its exponentials
 # (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too: 0.9 ms a step,

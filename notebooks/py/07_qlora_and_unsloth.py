@@ -466,9 +466,11 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 # QLoRA, whose checkpoints use each weight again.
 
 # %%
-with Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True) as bench:
+with Benchmark(texts["long"], same_batches=True) as bench:
     pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED, 2 if lab.scale == "tiny" else 5)
-    traced = [bench.trace_into(pair[name], traces, steps=1) for name in lab07_qlora.PACKED]
+    traced = [bench.profile(name, traces / name, steps=1) for name in lab07_qlora.PACKED]
+for run, trace in zip(pair.values(), traced, strict=False):  # "packed again" has none
+    run.metrics |= trace.metrics(run.metric("step_ms"))
 climbed = lab.keep(pair, lane="same mathematics")
 columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb")
 lab.show(climbed, columns, experiment="ladder", rung=tuple(lab07_qlora.PACKED))
@@ -682,7 +684,7 @@ print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times t
 # and loads, section 7's recipes are compiled here. Its steps wait until that is done.
 
 # %%
-bench = Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True)
+bench = Benchmark(texts["long"], same_batches=True)
 recipes = lab07_qlora.COMPILED if on_gpu else lab07_qlora.ON_A_CPU
 with lab.attempt("unsloth", experiment="methods", method="unsloth", texts="long"):
     jobs, folder = lab07_qlora.unsloth_jobs(texts), lab.results_dir / "unsloth"
