@@ -121,11 +121,9 @@ def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> pd.
 def next_steps(board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
     """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
     missing = [number for number in titles if number not in done]
-    untested = board[board["lab"].isin(missing) & (board["verdict"] == judges.NOT_TESTABLE)]
     noisy = board[(board["verdict"] == judges.INCONCLUSIVE) & (board["kind"] != "predicted")]
     steps = [
-        f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`. "
-        f"{len(untested)} of the {len(board)} claims wait for them, some for a GPU as well.",
+        f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`.",
         f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
         f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`",
     ]

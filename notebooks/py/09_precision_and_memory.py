@@ -86,16 +86,27 @@ if device == "cpu":
 # **Question.** Which advice shortens the step, which saves memory, and what does it cost?
 #
 # The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in the
-# times. *base* is the article's mixed precision, *float32* the same loop without it and without TF32, a rounding that section 2
-# explains. Every other row flips one switch of one of these two; *tf32* flips both of TF32's.
+# times. *base* is the article's mixed precision, with the frozen weights in 16 bits, too; *float32* is the same loop without it
+# and without TF32, a rounding that section 2 explains. Every other row flips one switch of one of these two; *tf32* flips both of
+# TF32's.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all switches, and the sections below take their rows from it. Each round goes through the list from top
-# to bottom or from bottom to top, with *base* at both ends: `labutils/labs/lab09_toggles.py` and
-# `labutils/training/benchmark.py`.
+# One comparison measures all switches, and the sections below take their rows from it. Each round goes through the list, down or
+# up, with *base* at both ends: `labutils/labs/lab09_toggles.py`.
+#
+# To read the tables:
+#
+# - *step* is a median.
+# - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
+# - *floor* is the least time for all of the plain step's arithmetic at your card's measured rate, in the fastest format that the
+#   row permits anywhere.
+# - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
+#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory have
+#   no noise.
+# - *here* is this page's run, on the H200, which was unsteady; *ours* is an earlier one.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -158,10 +169,10 @@ for name, found in {
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
-# Two things go wrong in 16 bits. *Rounding* makes every number a little wrong, up or down. *Underflow* loses small numbers,
-# always towards 0. In this network hardly any gradient of a weight became 0, but without a scaled loss they are 15 % off on the
-# H200. A weight's gradient is a sum over gradients of activations. Some of those probably became 0. BF16 has float32's range and
-# needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
+# No gradient of a *weight* became 0, and without a scaled loss they are still 15 % off on the H200. They are sums over gradients
+# of activations, and those are tiny here: below 1e-6, where FP16 has only steps of 6e-8. Some become 0, which is *underflow*; the
+# others are rounded coarsely. On a CPU we rounded only these gradients: each of the two by itself made the sums 14 % wrong. A
+# scaled loss cures both. BF16 has float32's range and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
 # BF16, with three bits fewer?
@@ -189,17 +200,6 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 # float32's than *throughout*'s. That is one batch of a model with random weights, and the loss factors differ: $2^{16}$ with
 # autocast, $2^{10}$ without.
 #
-# The next tables have times. To read them:
-#
-# - *step* is a median, by which predictions are scored.
-# - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
-# - *floor* is the least time for all of the plain step's arithmetic at your card's measured rate, in the fastest format that the
-#   row permits anywhere.
-# - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
-#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory have
-#   no noise.
-# - *here* is this page's run, on the H200; *ours* is an earlier one.
-#
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a CPU it
 # is scored against the H200.
 
@@ -215,10 +215,10 @@ lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
 # On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
-# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit, but bytes or the *host*, the CPU that launches
-# each kernel: section 3 looks at that. Lab 04 has the cure.
+# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. Bytes, small kernels or the *host*, the CPU
+# that launches each kernel, may be: section 3 looks at that.
 #
-# **Takeaway.** Look at one gradient before you judge a format by a loss curve: it takes a second.
+# **Takeaway.** Compare one gradient before you trust a format: it takes a second.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -296,9 +296,10 @@ lab.verdict("A4.memory.mixed-precision")
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB for its Fourier transforms, and 0.16 GB
 #   with TF32.
-# - 65.9 less 55.7 leaves some 10 GB of tensors; the peak of 17.5 holds more. So the two peaks probably come at different moments,
-#   and the 48 GB are no workspace.
-# - FP16 saves 83 % against the one peak and 34 % against the other.
+# - Such a workspace is needed for a moment, and only in some layers. With TF32 the peak comes when most activations are kept. So
+#   the two peaks probably come at different moments, and the 48 GB are no workspace.
+# - FP16 saves 83 % against the one peak and 34 %, 6.0 GB, against the other. Some 2 of the 6 are the frozen weights: autocast
+#   alone leaves these in float32.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -384,16 +385,16 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
-# take 124. So it is probably the host: it launches as many kernels for one example as for eight.
+# take 124. So launches set the time, and hardly examples: the host is too slow, or the kernels are too small to fill the GPU. Lab
+# 02's trace would tell which.
 #
-# - *Accumulation* launches all but the update eight times.
-# - *Checkpointing* launches the forward pass twice. Its whole interval, 52 to 117 %, lies above the arithmetic's 50. If the host
-#   sets the pace, the forward pass's launches are what is done twice. This isn't measured here.
-# - *Selective* checkpointing keeps the results of products, so it computes less a second time. It was probably slower. A suspect is
-#   the host: for each operation PyTorch asks a Python function whether to keep its result. Lab 02's trace would tell.
+# *Checkpointing* takes 52 to 117 % longer: more than the arithmetic's 50. Launching the forward pass twice explains a part.
+# *Selective* checkpointing keeps the results of products. It was probably slower still. A suspect for both is Python, which runs
+# around each block, and in *selective* asks for each operation whether to keep its result. You write that with `checkpoint(...,
+# context_fn=partial(create_selective_checkpoint_contexts, policy))`.
 #
-# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. Where the host sets the pace, accumulation
-# probably costs far more time.
+# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. Accumulation probably costs far more time
+# here.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -530,7 +531,7 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two things make
 # activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel keeps a number for
 # each row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for each of two threads. cuDNN's are not
-# predicted, section 2 says why. Its code: `labutils/training/peak_memory.py`.
+# predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -575,16 +576,15 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low,
-# probably cuDNN's workspaces. The other six are at most 0.3 % off.
+# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low, perhaps
+# cuDNN's workspaces. The other six are at most 0.3 % off.
 #
-# Read each picture from left to right. Weights are there all the time. Gradients and moments are too thin to be seen: only
-# adapters have them.
+# Weights are there all the time. Gradients and moments are too thin to be seen: only adapters have them.
 #
 # - *Everything kept:* activations pile up in the forward pass and go in the backward pass, so the peak lies between the two.
 # - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again. In Stable
 #   Diffusion one hump is the peak.
-# - *Qwen3:* the peak is at the *logits*, a number for each token and each word, in three float32 copies. Checkpointing can't
+# - *Qwen3:* the peak is at the *logits*, a number for each token and each word, and its copies in float32. Checkpointing can't
 #   shrink them. Lab 06's chunked loss can.
 #
 # On a GPU *peak* is the allocator's counter, workspaces included. The two phases come from its list of allocations, and lie up to

@@ -92,7 +92,7 @@ torchrun = partial(lab11_distributed.torchrun, Path(place.name), ranks=count, de
 # NCCL between GPUs, over gloo between CPUs. A few *collectives* make up all that they do together. In an *all-reduce* each rank
 # brings a tensor, and each gets the sum. A ring of N ranks does it in two halves: each rank first gets the sum of its own $1/N$
 # (*reduce-scatter*), then all pass these on (*all-gather*). Each half sends $(N-1)/N$ of the message over each link. The bytes of
-# both halves over the time are the *bus bandwidth*. With two ranks they are as many as the message's.
+# both halves over the time are the *bus bandwidth*. For two ranks, both halves together are as many bytes as the message has.
 
 
 # %%
@@ -234,8 +234,9 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %% [markdown]
 # **Measurement.** The course's loop does it with Stable Diffusion and Qwen3, in one launch of
-# `labutils/training/launch_worker.py`. A hook on each weight notes when its gradient is ready: `lead_ms` is how long before the
-# last one. Each round goes through all of a case's runs: one process alone while the others wait, every rank *for itself* at once
+# `labutils/training/launch_worker.py`. `register_post_accumulate_grad_hook` of each weight notes when its gradient is ready:
+# `lead_ms` is how long before the last one. `link.all_reduce_ms(bytes)` gives a message's time by the all-reduces that were timed
+# here. Each round goes through all of a case's runs: one process alone while the others wait, every rank *for itself* at once
 # with nothing between them, DDP, FSDP, and one process again.
 
 # %%
@@ -263,23 +264,21 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# On this page's two H100s the largest message, 256 MiB, reached 297 GB/s. *Predicted* is the bound. *Full* is the whole UNet,
-# *qwen3-lora-long* an 8 B model. The bound is nearly reached with LoRA, and missed with all weights:
+# On two H100s, *here*, the largest message, 256 MiB, reached 297 GB/s, two thirds of the data sheet's 450. *Predicted* is the
+# bound. *Full* is the whole UNet, *qwen3-lora-long* an 8 B model.
 #
-# - *LoRA:* 184 ms *for itself*, every rank at once with nothing sent, and 186 with DDP. Two GPUs do nearly twice the work.
-# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP. So 39 ms are lost. The bound says only: at least 0.1.
-# - *Sharing one host* costs 2 % at most: 147 ms against *one process*'s 145, for Qwen3 415 against 408.
+# First the noise: one process, measured twice, differs by −14 to +3 % for the whole UNet and by 0 to +10 % for LoRA. So the
+# verdicts are *inconclusive*, and a few percent mean nothing here. *Ours* is two H200s of another host: an efficiency of 64 %
+# with all weights, and 90 % with LoRA.
 #
-# The bound counts only what is sent after the last gradient. It doesn't count what messages cost *while* they are hidden. Section
-# 3 tries the remedy: send less often.
+# - *LoRA:* 184 ms with every rank *for itself*, at once and with nothing sent, and 186 with DDP. No loss is visible.
+# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP: some 39 are lost. The bound said at least 0.1. By the measured
+#   rates, all messages alone, with nothing to hide them, take 14 ms. So the bytes can't be the whole cost.
+# - *Sharing one host:* 147 ms against *one process*'s 145, for Qwen3 415 against 408. No cost is visible.
 #
-# Where may the 39 ms go? By the measured rates the 3.4 GB of gradients take 14 ms in buckets. But NCCL's kernels take a part of
-# the GPU from computing, DDP copies gradients into buckets and back, and a step lasts as long as its slower rank. What each of
-# these takes wasn't measured.
-#
-# About the verdicts: one process was measured twice, and its rates differ by −14 to +3 % for the whole UNet, by 0 to +10 % for
-# LoRA. The gains are larger, but the course's rule is strict: *inconclusive* is about the machine, not about DDP. *Here* is this
-# page's two H100s. The column *ours* is two H200s of another host: an efficiency of 64 % with all weights, and 90 % with LoRA.
+# The bound counts only what is sent after the last gradient. It doesn't count what messages cost *while* they are hidden. NCCL's
+# kernels take a part of the GPU from computing, DDP copies gradients into buckets and back, and a step lasts as long as its
+# slower rank. What each of these takes wasn't measured. Section 3 tries the remedy: send less often.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
 # before you blame the network.
@@ -358,7 +357,8 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # Whoever gives `bucket_cap_mb` gets no small first bucket: the 4.2 MB go in one message.
 #
 # In section 2 *exposed* was calculated: what is sent after the last gradient. Now it is traced: any time in which NCCL's kernel
-# runs and no computation does. That includes waiting for the other rank, and the profiler slows a step. Expect more.
+# runs and no computation does. These kernels run while they wait, too, and the profiler slows the step. So the trace shows when
+# they run. It doesn't show what they cost, those 39 of 186 ms.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
 # waiting that nothing hides?
@@ -391,12 +391,11 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# Don't compare the lengths of the rows: the profiler slows each differently. NCCL's kernels also run while they wait, so a late
-# rank shows as communication of the others: of the drawn step of *ddp, full* they take some 200 ms, where section 2's bytes need
-# 14.
+# The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run for
+# some 200 ms, where the bytes need 14: most of that is no transfer.
 #
 # - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides. The drawn step's first 66
-#   ms have no computation: probably the end of the step before, as steps are cut by the host's clock, and the GPU lags.
+#   ms are probably the end of the step before.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
@@ -411,16 +410,15 @@ lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
 # Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
-# 706 and 664 ms. *no_sync* took 578. Section 2 lost 39 ms with one send, so three sends fewer should save about 117: it was 86 to
-# 128.
+# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms: the direction is clear, the size isn't.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took
 # 16 % longer.
 #
-# **Takeaway.** Communication that the bound calls hidden can cost time: send once a step. FSDP saved 45 % of the memory with all
-# weights, and its step took 27 % longer: take it for a model that doesn't fit otherwise.
+# **Takeaway.** Sending gradients can cost time even where the bound calls it hidden: send once a step. FSDP saved 45 % of the
+# memory with all weights, and its step took 27 % longer: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is fast enough?
@@ -455,8 +453,8 @@ plt.show()
 # These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is
 # *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so
 # are the article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this holds for
-# two ranks, float32 gradients and one micro-batch. With BF16 gradients or `no_sync` fewer networks are excluded, with more ranks
-# more.
+# two ranks, float32 gradients and one micro-batch. With BF16 gradients or `no_sync` fewer networks are excluded. With N ranks the
+# efficiency falls, and so does the limit, to 1/N: calculate again.
 #
 # What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. Others weren't
 # measured.
@@ -514,20 +512,21 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # Between GPUs of one host `=1`, or the interface `lo`, changed the last column by less than 1 %.
 #
 # The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
-# NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. `--ulimit stack=67108864` matters to deep
-# recursion only. The article's command starts 4 processes on each of 2 hosts. They meet at port 29500 of a host called
-# `master`. The second host needs `--node_rank=1`. Both must reach that port, for example by `--network=host`.
+# NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. The article's command starts 4 processes on each
+# of 2 hosts. They meet at port 29500 of a host called `master`. The second host needs `--node_rank=1`. Both must reach that port,
+# for example by `--network=host`.
 #
-# **Takeaway.** None of these made a message surely faster, and two made 64 MiB 10 and 64 times slower. Set one only where a
-# transport is broken.
+# **Takeaway.** On one host none of these made a message surely faster, and two made 64 MiB 10 and 64 times slower. Forbid a
+# transport only where it is broken. Between hosts the interface must be right.
 
 # %% [markdown]
 # ## 6 · A rank dies
 #
 # **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
-# **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. It says
-# nothing of ranks, so any number of ranks that divides the batch evenly can go on.
+# **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. The kill
+# below hits rank 1, which writes nothing, so this isn't tested. A checkpoint says nothing of ranks, so any number of ranks that
+# divides the batch evenly can go on.
 
 
 # %%

@@ -125,15 +125,15 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # - $f$ is the larger of *A again*'s upper end and 1 / its lower end: here 1.008, so $1/f$ is 0.992.
 # - *Faster*: B's interval ends below $1/f$, here at 0.978. *Slower*: it begins above $f$. Else *inconclusive*.
 # - If *A again* reaches beyond 0.97 or 1.03, the course's choice, the machine is unsteady, and nothing is concluded.
-# - A statement with a number has limits of its own in place of 1. B's interval, widened by the noise, must lie between them
-#   (*confirmed*) or outside (*refuted*). So it can be inconclusive on a quiet machine, too.
+# - A statement with a number has limits of its own in place of 1. B's interval is widened: its lower end is divided by $f$, its
+#   upper end multiplied. It must lie between the limits (*confirmed*) or outside (*refuted*). So it can be inconclusive on a
+#   quiet machine, too.
 #
 # You write the rule in exercise 3.
 #
-# Why so strict? A slow drift, as above, cancels within a round. But where *A again* differs from A by more than 3 %, the speed
+# Why so strict? A slow drift, as above, cancels within a round. Where *A again* differs from A by more than 3 %, the speed
 # changed within rounds. B may have been hit as well, and we can't know how much. So such a time is shown with its interval, and
-# decides nothing. The reason may say *no time decides, though the change is larger than the noise*. Its direction is then a hint,
-# not a verdict: measure again on a quieter machine.
+# decides nothing.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -161,9 +161,10 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 #
 # *Inconclusive* is also the verdict of an unsteady machine, and of a model that hangs on an assumption.
 #
-# Follow one claim, *A3.offload.memory*. The article saves 30 % of the memory, so 0.70 of it remains. With ten points of tolerance
-# the limits are 0.60 and 0.80. On our H200 31.8 of 34.1 GB remained, 0.93. That is outside: *refuted*. A machine without a GPU
-# can't say: *not testable here*.
+# Follow one claim, *A2.fixed.speed*: a step becomes 47 to 53 % shorter. With ten points of tolerance 0.37 to 0.63 of it may
+# remain. At batch 4 our H200 has 0.44 to 0.47, well inside. But *A again* reached +55 %, so $f$ is 1.55: widened, the interval is
+# 0.28 to 0.72 and crosses both limits. *Inconclusive*, although the number fits: the base itself wasn't steady. A machine without
+# a GPU can't say: *not testable here*.
 #
 # **Prediction.** Of the statements that our H200 and H100s tested, inconclusive ones included, how many percent do they
 # confirm?
@@ -191,13 +192,15 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# Statements that our GPUs couldn't test are not in the percentage. The others are of many sorts: arithmetic, what a library does,
-# memory, speed. So it is not the probability that a published speed-up holds on your machine.
+# The others needn't be wrong: few are refuted, more are inconclusive. Most of these are times beside an unsteady host of ours,
+# and the headlines `compile.speedup`, `fp8.speed` and `fixed.speed` are among them. The statements are of many sorts: arithmetic,
+# what a library does, memory, speed. So the percentage is not the probability that a published speed-up holds on your machine.
 #
-# In the picture our verdict stands left of yours. A dash means that this side couldn't test the claim: on yours, until you have
-# run its lab. Look at ours first: a filled cross is a refuted claim, a hollow one a prediction that the model disagrees with.
+# In the picture our verdict stands left of yours. A dash means that this side couldn't test the claim: its lab hasn't run, it
+# takes a GPU, or no run can answer. Look at ours first: a filled cross is a refuted claim, a hollow one a prediction that the
+# model disagrees with.
 #
-# **Takeaway.** Take a published number as a hypothesis. The articles' authors measured, too, on another card, beside another host.
+# **Takeaway.** Not confirmed is not refuted. Ask which of the two, and why.
 
 # %% [markdown]
 # ## 4 · How far off?
@@ -206,8 +209,10 @@ plt.show()
 #
 # *Off by a factor of* compares what was published with what was found. An example: published were 30 % less memory, so 0.70 of it
 # remains. We found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. It is never below 1, so it doesn't say which
-# number is larger: read both. A dash means that no factor can be computed. The first table shows twelve, those with a factor
-# first. The second shows their reasons. Each first step was timed once only: its interval is an assumed ±3 %.
+# number is larger: read both. A dash means that no factor can be computed. The first table shows up to twelve statements that our
+# GPUs or this machine refuted, the second their reasons. The first steps were timed once only, with an assumed ±3 %, and
+# compiling is the host's work: don't read their factors as the GPU's. Statements about a cause, a count or a version have no
+# factor.
 
 # %%
 worst = lab12_scoreboard.farthest_off(board)
@@ -216,8 +221,8 @@ reasons = {"id": "claim", "reference_why": "what our verdict rests on", "note": 
 lab.table(board.loc[worst.index, list(reasons)].rename(columns=reasons))
 
 # %% [markdown]
-# **Question.** On which claims do this machine and ours disagree? Ask there what differs: the card, the host, the versions or
-# the scale. *Inconclusive* and *differs between hosts* are no disagreement.
+# **Question.** On which claims do this machine and ours disagree? Ask there what differs: the card, the host, the versions or the
+# scale. *Inconclusive* and *differs between hosts* are no disagreement.
 
 # %%
 lab.table(lab12_scoreboard.disagreements(board), otherwise="Where both sides decided, they agree.")
@@ -245,16 +250,16 @@ if not lab.choose(show_claims, choices) and set(asked.values()) != {"all"}:
     show_claims(**asked)
 
 # %% [markdown]
-# **Takeaway.** The reason matters more than the verdict. "Faster, but by less than published" and "slower" both refute a
-# number, and you would act on them differently.
+# **Takeaway.** The reason matters more than the verdict. 6.9 % of memory saved in place of 30, and a first step 65 % longer in
+# place of 5 % shorter, are both refuted. You would still try the first.
 
 # %% [markdown]
 # ## 5 · Your predictions
 #
 # **Question.** What do you misjudge, by how much, and in which direction?
 #
-# How far off you are is a factor: half as much and twice as much are both off by 2. *Lean* is the median of predicted /
-# measured: 1.4 means 40 % too high. What this machine couldn't measure is scored against ours.
+# How far off you are is a factor: half as much and twice as much are both off by 2. *Lean* is the median of predicted / measured:
+# 1.4 means 40 % too high, 0.5 is shown as *2x too low*. What this machine couldn't measure is scored against ours.
 
 # %%
 scores = predictions.scores_of(page.records)
@@ -298,8 +303,8 @@ waiting = waiting.sort_values("claims", ascending=False).head(8)
 lab.table(waiting, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# **Takeaway.** Count the claims that your machine can test, and begin with the lab that the most of them wait for. The table at
-# the head of each lab says what machine and how many minutes it takes.
+# **Takeaway.** Begin with the row that has the most claims a run *here* can settle. Some take a GPU, and some no run can settle.
+# The head of each lab says what machine and how many minutes it takes.
 
 # %% [markdown]
 # ## Exercises
