@@ -37,7 +37,7 @@
 # | `full` | a GPU of 141 GB | 6 minutes; Qwen3-32B, 1.5 more |
 #
 # At `full` the model is Qwen3-8B, at `small` Qwen3-0.6B; the parameter `qwen3_32b` adds Qwen3-32B. Weights are random unless you
-# set `weights = "hub"`: time and memory are the real model's. A CPU has no speed of a GPU to show, and no unsloth.
+# set `weights = "hub"`: time and memory are the real model's. A CPU has no unsloth.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -161,7 +161,7 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# At 100 sigma 31 % of the other codes are 0 and the rest near it, at most ±6. From about 1,270 sigma on all are 0.
+# At 100 sigma 31 % of the other codes are 0 and the rest near it, at most ±6. From about 5 · 254 = 1,270 sigma on all are 0.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -262,12 +262,10 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# The article calls NF4 optimal in the sense of information theory. Then all codes would have to be equally frequent. They are
-# not. A block's largest weight, 2.6 sigma on average, gets the last level, the quantile 1.85. So levels are stretched, and codes
-# near zero too frequent.
+# The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
+# block's largest weight gets the last level. So levels are stretched, and codes near zero too frequent.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, nearly half of it because it has 16 levels and
-# our INT4 15. Doubly quantised, a weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh. Doubly quantised, a weight takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -400,7 +398,7 @@ lab.keep(Run("07", "lora-counts", metrics=found))
 lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 
 # %% [markdown]
-# **Takeaway.** 4 bits save storage, not arithmetic. What is called QLoRA is three changes at once.
+# **Takeaway.** 4 bits save storage, not arithmetic.
 
 # %% [markdown]
 # ## 4 · What 4 bits alone cost
@@ -462,8 +460,9 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
 # **Measurement.** Two recipes take the same packed rows, and differ in the format of the frozen weights alone
-# (`lab07_qlora.PACKED`). A trace of each gives the sum of its kernels, and of those that restore weights. So does one of lab 06's
-# QLoRA, whose checkpoints use each weight again.
+# (`lab07_qlora.PACKED`). PEFT's LoRA layer for plain weights casts its input to float32 and back, the one for 4-bit weights
+# doesn't. So both have adapters without casts. A trace of each gives the sum of its kernels, and of those that restore weights.
+# So does one of lab 06's QLoRA, which uses each weight thrice.
 
 # %%
 with Benchmark(texts["long"], same_batches=True) as bench:
@@ -501,16 +500,13 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 4 bits made the step 20 ms longer, 5 %:
+# On the H200 the format alone made the step 20 ms longer: 5 %, by the rounds 4 to 10.
 #
-# - Kernels that restore weights take 17 ms, and all kernels together 17 more than before.
-# - Of the host's 50 ms only 3 show: it runs ahead.
+# - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
+# - *Host:* its 50 ms hardly show. The GPU is busy 94 % of the time, so the host runs ahead.
+# - *LLaVA*, lab 06's model: kernels 26 ms, host 66. The 66 count where the host sets the pace.
 #
-# PEFT's LoRA layer for plain weights casts its input to float32 and back, the one for 4-bit weights doesn't. So the pair has
-# adapters without casts.
-#
-# **Takeaway.** Restoring is 17 of the 20 ms that 4 bits cost. The formula is some 10 % low: 15.7 ms for 17.1, for LLaVA 23.7 for
-# 26.4.
+# **Takeaway.** Restoring explains what 4 bits add to a busy GPU. The formula is some 10 % low.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -554,7 +550,7 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# Eight blocks' inputs are the 4.2 MB. These copies stop the GPU. The course's `Parking`
+# 4.2 MB are the inputs of eight blocks; what lies inside isn't kept. These copies stop the GPU. The course's `Parking`
 # (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor while the block
 # behind it is computed.
 #
@@ -593,15 +589,13 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # steps:
 #
 # - 357 ms are checkpoints. With checkpoints in both, QLoRA takes 17 % longer.
-# - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring, the row *other*, 26. PEFT's float32 adds to
-#   the first two, its 4-bit layer saves casts.
+# - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring, the row *other*, 26. No run has float32
+#   alone.
 # - 40 ms are gaps.
 #
-# It saved 72 of LoRA's 102 GB: checkpointing alone 68, the rest of QLoRA 4 more. In section 4 the format alone saved 10 GB. Here
-# only 4 remain: float32 copies take back the most of the others. Offloading took no more time than checkpoints, and saved 2.3 of
-# their 34.1 GB: here *logits*, 152 thousand for each token, set the peak.
-#
-# The verdict *refuted* is about QLoRA as it is usually written.
+# Memory fell from 102 to 30 GB: 68 by checkpoints, 4 by the rest of QLoRA. The format alone saved 10 in section 4. By their
+# shapes, embedding, head and checkpoints in float32 take back 5 of the 6 that are missing. Offloading saved 2.3 of 34.1 GB at no
+# time.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -676,12 +670,12 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# So the order is no gain over PEFT, whose code takes the thin matrices first, too. Memory is another matter. In section 5 the
-# logits set the peak: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or three. unsloth computes its
-# loss by chunks, and its checkpoints wait on the host.
+# So the order is no gain over PEFT, whose code takes the thin matrices first, too. Memory is another matter. Section 5's methods
+# form all logits: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or three. unsloth computes its loss
+# by chunks, and its checkpoints wait on the host.
 #
-# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. While it imports
-# and loads, section 7's recipes are compiled here. Its steps wait until that is done.
+# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. While it loads,
+# section 7's recipes are compiled here; its steps wait for that.
 
 # %%
 bench = Benchmark(texts["long"], same_batches=True)
@@ -796,15 +790,19 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. On the H200, between two processes:
+# Up and to the left is better. On the H200:
 #
-# - Time a token: plain PyTorch took 6 % less. But our time averages two rows, and unsloth's is the slower of them. On that row
-#   ours takes 5 % less.
-# - Memory: 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
+# - *Time a token:* ours takes 5 % less on the row that both timed. The 6 % by the table average in a faster row.
+# - *On another H200*, with a slower host, unsloth's packed step took 611 ms in place of 403, ours 378: compiled blocks leave the
+#   host less to do.
+# - *What brought it:* QLoRA as published trains 2,973 useful tokens a second. Packed rows, a loss by chunks, plain adapters and
+#   no checkpoints: 9,863 in 37 GB. Compiled, with checkpoints: 10,865 in 9.
+# - *Memory:* 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
 # - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 stands apart: it also rounds
 #   activations and gradients.
 #
-# **Takeaway.** Compiled PyTorch reaches unsloth's speed with 1.5 GB more.
+# **Takeaway.** Rows, loss and adapters bring the speed, compiled checkpoints the memory. Together they reach unsloth, with 1.5 GB
+# more.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -925,8 +923,7 @@ print(
 )
 
 # %% [markdown]
-# The same frozen weights answer in three ways. Without an adapter not a letter has changed. What an answer is *about* is not
-# always right, with an adapter or without.
+# The same frozen weights answer in three ways. Without an adapter not a letter has changed.
 #
 # **Takeaway.** To change the task, change the adapter.
 
