@@ -20,8 +20,7 @@
 #
 # Article A1 adds workers (lab 03), compiles the UNet, pins memory, and ends 2.96 times as fast as it began. You climb its rungs,
 # and go on: first the same work with less of the host, then less work for the same gradients. Most techniques stand in a cell of
-# their own, small enough to paste into a script of yours. Of the captured step a cell shows one micro-step. Then the course's loop
-# does the same to Stable Diffusion.
+# their own; of the captured step a cell shows one micro-step.
 #
 # **After this lab you can**
 # - compile a block, and say after how many steps that has paid;
@@ -98,9 +97,9 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # %, the verdict on a time is *inconclusive: unsteady machine*. Tables compare with their first row, the picture with the rung
 # above. A speed-up is the median of ratios, round by round.
 #
-# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Other processes compile
-# the last rung's UNet and try two modes of the compiler meanwhile: so a first step takes longer than by itself. On a CPU the UNet
-# is not compiled.
+# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Meanwhile other processes
+# compile the last rung's UNet and try two modes of the compiler. So a first step takes longer than it would alone. On a CPU the
+# UNet is not compiled.
 
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:
@@ -181,10 +180,11 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# Kernel time is the GPU's: 156 ms a step, and 131 compiled. The step itself is the host's: the stock loop took 1,036 ms here, 777
-# on another H200's host and 896 on an H100's. On all three the compiled step was 1.5 or 1.6 times as fast. None of them was
-# steady, so these ratios decide nothing. The compiled kernels take 131 of 468 ms: the GPU waits most of the time. For the UNet,
-# $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps. Other processes compiled beside it: alone it took 119 s on the H100.
+# Kernel time is the GPU's: 156 ms a step on our H200, and 131 compiled. The step itself is the host's: the stock loop took 1,036
+# ms there, 777 on another H200's host and 896 on an H100's. On all three the compiled step was 1.5 or 1.6 times as fast. None of
+# them was steady, so these ratios decide nothing. The compiled kernels take 131 of 468 ms: the GPU waits most of the time. For
+# the UNet, $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps. Probably it is fewer, for three other processes were at work during
+# these 144 s. With nothing beside it, that step took 126 s on the other H200.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -333,19 +333,20 @@ for name, form in {"a loop": {"foreach": False}, "as PyTorch picks it": {}, "fus
 
 # %%
 names = ("pinned", "no host waits")
+shown = ("pinned" if lab.device == "cuda" else "workers", "no host waits")
 columns = ("step_ms", "speed-up", "floor_ms")
-lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
+lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* leaves accelerate out, and has ring and fused AdamW. Against *pinned* it is 0.99 here, 0.92 on the H100 and 1.15
-# on the other H200: within noise. Little was to be gained, for here the GPU waits for the host.
+# *No host waits* leaves accelerate out, and has ring and fused AdamW. Against *pinned* it is 0.99 times as fast on our H200, 0.92
+# on the H100 and 1.15 on the other H200: within noise. Little was to be gained, for the GPU waits for the host.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
 # %% [markdown]
 # ## 4 · One launch for the whole step
 #
-# **Question.** The host launches 16,000 kernels a step, one by one. Can it hand them over in one go?
+# **Question.** The host launches some 16,500 kernels a step, one by one. Can it hand them over in one go?
 #
 # A CUDA graph captures what a stream is given, and replays it with a single launch. On a CPU the `Tape` does so by hand: it
 # writes down each operation with its very tensors, and repeats them.
@@ -447,9 +448,9 @@ columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "kernels_per_step", 
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The captured step takes little more than its kernels. So it takes 136 ms with both H200s' hosts, whose stock loops took 777 and
-# 1,036: the GPU sets the pace now, and a slow CPU costs nothing. *GPU-busy* of a captured step is traced. Tracing lengthens the
-# gaps, so it is a lower bound; kernel time over step time is the upper one.
+# The captured step takes little more than its kernels. So it takes 136 ms on both H200s, with hosts whose stock loops took 777
+# and 1,036: the GPU sets the pace now. A slower CPU costs nothing as long as its workers, eight on this rung, keep up. Tracing
+# lengthens the gaps, so *GPU-busy* of a captured step is a lower bound.
 #
 # **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. If the host sets the pace, try it first.
 
@@ -514,7 +515,8 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Four streams take 51 of 136 ms away. The layout is part of the last rung.
+# Four streams take 51 of 136 ms away. Channels last has no rung of its own. It comes with the last one, and this ladder doesn't
+# say what it gains alone.
 #
 # **Takeaway.** When the GPU is busy, ask what with: copies between layouts, and kernels that fill a part of it.
 
@@ -573,8 +575,8 @@ with torch.no_grad():
 print("projected gradients: those of the plain layer")
 
 # %% [markdown]
-# The rung *folded LoRA* takes section 5's layout, too, and one batch of four instead of four of one. You write that batch in exercise
-# 3.
+# The rung *folded LoRA* also uses section 5's layout, and one batch of four instead of four of one. You write that batch in
+# exercise 3.
 #
 # **Your prediction:** the floor of four images without VAE and text encoder is about 9 ms on the H200; your own stands in the
 # table below. How many milliseconds do they take on the last rung?
@@ -585,14 +587,15 @@ my_best_ms: float | None = None  # for example 50
 lab.predict("the last rung", my_best_ms, "ms")
 
 # %%
-top = ("cached encoders", "folded LoRA")
-names = ("side by side" if lab.device == "cuda" else "no host waits", *top)
+names = ("side by side", "cached encoders", "folded LoRA")
+shown = names if lab.device == "cuda" else ("no host waits", *names[1:])
 columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
-lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
+lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
 # Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s, and a step saves 28 ms: paid after
-# about 140 steps, some two passes over the images. *Folded LoRA* is 2.3 times as fast as *cached encoders*.
+# about 140 steps, some two passes over the images. *Folded LoRA*, with layout and batch, is 2.3 times as fast as *cached
+# encoders*.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -615,20 +618,18 @@ for found in (rungs, h200) if lab.device == "cpu" and h200 else (rungs,):
 lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
-# From the first rung to the last the step became 41 times as fast here (34 to 44), 31 times on the other H200 (29 to 36), and 34
-# times on the H100 (31 to 41). The slower the host, the larger the factor: the last rung takes 25.0 ms on both H200s, 2.8 times
-# its floor.
+# From the first rung to the last the step probably became 41 times as fast on our H200 (34 to 44), 31 times on the other H200 (29
+# to 36), and 34 times on the H100 (31 to 41). Of the two H200s, the one with the slower host has the larger factor: the last rung
+# takes 25.0 ms on both, 2.8 and 2.7 times its floor.
 #
-# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02). If its 85
-# % utilisation were time with a kernel running, removing all idle time would gain a factor of 1 / 0.85. Our compiled step was
-# nearly three quarters idle.
+# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
 #
-# The article's switches raised utilisation from 44 to 85 %. The driver read 18 and 28 % here, 20 and 27 % on the other H200, and
-# 23 and 46 % on the H100. So this verdict *differs between hosts*.
+# The article's switches raised utilisation from 44 to 85 %. The driver read 18 and 28 % on our H200, 20 and 27 % on the other
+# H200, and 23 and 46 % on the H100. So this verdict *differs between hosts*.
 #
-# In the picture, a hollow rung's interval reaches into the stock loop's noise, here up to 1.19x: the round's second stock loop
-# took 11 % less to 19 % more than its first. A filled rung is more than that noise. Captured steps hardly jitter: *side by side*
-# is 1.60x in every round. Verdicts on times stay *inconclusive* on such a machine.
+# In the picture, a hollow rung's interval reaches into the stock loop's noise, up to 1.19x on our H200: measured again in the
+# same round, that loop took from 11 % less to 19 % more. A filled rung is more than that noise. Captured steps hardly jitter:
+# *side by side* gained 1.59 to 1.60x in each round.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its exponentials
 # (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too: 0.9 ms a step,

@@ -270,7 +270,7 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
 #
-# **Question.** Which lines make a model QLoRA, and what does each of them change?
+# **Question.** Which lines make a model QLoRA, and what does each change?
 #
 # **Technique.** A real Qwen3 in small stands in for `"Qwen/Qwen3-8B"`.
 
@@ -700,9 +700,9 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # Against the usual QLoRA:
 #
-# - On long texts unsloth is worth a factor of two in time and more than three in memory. With packed rows it trains a further 1.6
-#   times as many tokens a second.
-# - On short texts it is worth two in memory, and probably more than two in time. QLoRA's kernels take 208 of some 900 ms there: the
+# - On long texts unsloth is worth a factor of two in time and more than three in memory. With packed rows it trains 1.6 times as
+#   many tokens again.
+# - On short texts it is worth two in memory, and probably over two in time. QLoRA's kernels take 208 of some 900 ms there: the
 #   host sets the pace, readings are noisy, and whether unsloth gains less is open.
 #
 # **Takeaway.** unsloth saves 21 of 30 GB, of which whole logits can explain 10 to 15. Which change brings the time, these runs
