@@ -38,9 +38,8 @@
 #
 # The architecture at `full` is llava-v1.6-mistral-7b's.
 #
-# There are two stories. *AnyRes:* sections 1 and 2 count tokens, 4 recompilations, 5 splits the speed-up, 6 makes AnyRes fast.
-# *The article's other claims:* 3, 7, 8, 9. On a first reading take the first story, and of section 3's table the rows *bf16*,
-# *compile*, *fixed*.
+# On a first reading take sections 1, 2, 4, 5 and 6, and of section 3's table the rows *bf16*, *compile* and *fixed*. Sections 7
+# to 9 have the article's other claims.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -170,7 +169,7 @@ lab.keep(Run("06", "token-counts", tags={"experiment": "token-counts"}, metrics=
 lab.verdict("A2.anyres.tokens", "A2.fixed.no-anyres")
 
 # %% [markdown]
-# The smallest grid has two tiles, so no image is a single tile.
+# The smallest grid has two tiles, so no image is a single tile. A small square fills one of them; the other is padding.
 #
 # **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image small: 1,176 tokens instead of 2,928.
 
@@ -229,8 +228,6 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# Tiles are padded, too: all images get as many as the largest.
-#
 # **Takeaway.** Report useful tokens a second and images a second together. A small square raises the second number by throwing
 # pixels away.
 
@@ -239,13 +236,13 @@ assert torch.equal(ours["labels"][0], course["labels"])
 #
 # **Question.** The article has five methods and six batch sizes. Which method saves time, which memory?
 #
-# *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go. *compile* compiles
-# the blocks one by one, where the article compiles the model. *fixed* does so on small squares. `more` adds others. A CPU
-# compiles nothing, and has *eager-fixed* instead. All checkpoint their blocks.
+# **Technique.** *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go.
+# *compile* compiles the blocks one by one, where the article compiles the model. *fixed* does so on small squares. A CPU compiles
+# nothing, and has *eager-fixed* instead. All checkpoint their blocks.
 #
-# **Technique.** Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes
-# each, not 2 (lab 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block
-# has four bytes instead of two.
+# Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes each, not 2 (lab
+# 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes
+# instead of two.
 
 # %%
 WIDTH, LAYERS, KEYS, INNER, WORDS = 4096, 32, 1024, 14336, 32064  # Mistral 7B's
@@ -265,9 +262,9 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
-# differ by more than 3 %, the machine is *unsteady*, and no time decides. Memory and counts stay valid. *Floor* is FLOPs over
-# your card's measured rate, *MFU* the share of the data sheet's peak. A *speed-up* is paired by round, so it may differ from the
-# ratio of two times.
+# differ by more than 3 %, the machine is *unsteady*, and no time decides. *step* is a median and *examples/s* a mean: one slow
+# step shows only in the second. *data* is the part of a step that waits for images. *Floor* is FLOPs over your card's measured
+# rate, *MFU* the share of the data sheet's peak.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -313,8 +310,8 @@ plt.show()
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# From batch 8 on each time is one step. At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times
-# as fast as *bf16*, so verdicts on time in sections 5, 6 and 9 are open.
+# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times as fast as *bf16*, so verdicts on time
+# in sections 5, 6 and 9 are open.
 #
 # **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
 
@@ -323,8 +320,8 @@ plt.show()
 #
 # **Question.** Do varying images make the compiler start over? And did they in the article, whose images are all 500 × 500?
 #
-# **Technique.** Code is compiled for the sizes that it meets. A *guard* checks them at each call. If it fails, the code is compiled
-# again: a *recompilation*. Dynamo reports when it starts and ends.
+# **Technique.** Code is compiled for the sizes that it meets. A *guard* checks them at each call. If it fails, the code is
+# compiled again: a *recompilation*.
 
 
 # %%
@@ -406,8 +403,8 @@ for merge, where in ways.items():
 torch.compiler.reset()
 
 # %% [markdown]
-# **Your prediction:** how many recompilations the first steps on the article's images take, with the published model compiled
-# as a whole.
+# **Your prediction:** how many recompilations the first steps on the article's images take, with the published model compiled as
+# a whole. A hint: answers differ in length.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -434,8 +431,10 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. What did isn't
-# measured; `TORCH_LOGS=recompiles` prints it. Varied images add 8: the published model still recompiled in step 6.
+# The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. The compiler keeps
+# each reason, `torch._dynamo.utils.get_compilation_metrics()`. Six are text: in step 2 an answer is a token longer, 350 in place
+# of 349, and graph breaks have cut the model into pieces that each meet the new length. Five are functions of transformers called
+# in several ways. *fixed* pads text, and so removes the six. Varied images add 8: the published model still recompiled in step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on.
 
@@ -445,10 +444,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # **Question.** The article's step got 47 to 53 % shorter. Which part is due to constant shapes?
 #
 # **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. Small squares need less
-# computing, which shortens only what compiling leaves: 10 and 30 % would be $1 - 0.9 \cdot 0.7$, 37 %. Frozen weights take 2 FLOPs
-# a token and weight in the forward pass, 2 in the backward pass. Attention takes 12 a layer, channel and pair of tokens, half of
-# which is masked. The tower only runs forward: 577 tokens per tile, one of them the class token, 23 layers of $12 \cdot 1024^2$
-# weights. Blocks that are computed again aren't counted.
+# computing, which shortens only what compiling leaves: 10 and 30 % would be $1 - 0.9 \cdot 0.7$, 37 %. Frozen weights take 2
+# FLOPs a token and weight in the forward pass, 2 in the backward pass. The tower only runs forward.
 
 
 # %%
@@ -504,7 +501,8 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
+# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left. *Fewer
+# FLOPs* has the shorter wait for images in it, 50 ms at batch 4.
 #
 # Other sizes without padding to 2,048, if time follows FLOPs:
 
@@ -516,7 +514,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 
 # %% [markdown]
 # **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left.
-# Varying images can't explain them, as the article's have one count of tokens (section 4).
+# Varying images can't explain them. Texts of many lengths may: they made the model compile six times more (section 4).
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -525,8 +523,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 # shapes. How fast can AnyRes be today?
 #
 # **Is one length faster by itself?** Images stay, one a step. Rows are as long as they come (*blocks compiled*) or padded to one
-# length (*padded*). Both get the same images; no block is computed again. Compare ms for 1,000 computed tokens; *useful tokens* is
-# a share.
+# length (*padded*). Both get the same images, cut beforehand, and no block is computed again: don't compare with section 3's
+# times. The cell also measures the ladder below. Compare ms for 1,000 computed tokens; *useful tokens* is a share.
 
 # %%
 uniform.release_weights()
@@ -573,8 +571,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Positions start anew with each example.
 #
-# **Optional: memory of the loss.** Never all logits at once: they are one number for each token and each of 32,064 words. Compute
-# the loss in chunks, and compute each chunk again in the backward pass.
+# **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: never all logits, one number
+# for each token and each of 32,064 words.
 
 
 # %%
@@ -630,8 +628,9 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# *packed* took 61.5 ms for 1,000 computed tokens, *padded* 64.3. The two can't be compared: a packed step has four times as many
-# tokens, and fewer logits. Each step averages over more examples. It takes 59 GB, where *blocks compiled* takes 27.
+# So how fast? Per 1,000 useful tokens *blocks compiled* takes 69.6 ms where the plain loop takes 129, and keeps all pixels.
+# *packed* takes 61.5, with four times the tokens a step, logits of answers only, and 59 GB in place of 27. *fixed* wasn't run in
+# this way, so whether AnyRes reaches its speed is open.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
 # +13 %.
@@ -869,9 +868,9 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# With random weights the `tiny` model trains, ten steps as in the article. The table has medians. BF16's seeds ended between 6.25
-# and 6.49 on the H200, 3.8 % apart: more than 2 %. Here a seed also draws the frozen weights, unlike in fine-tuning. Seed by seed
-# each method ends within 0.12 % of BF16. So small a model can judge none of the article's numbers.
+# With random weights the `tiny` model trains, ten steps as in the article. BF16's seeds ended between 6.25 and 6.49 on the H200,
+# 3.8 % apart: more than 2 %. Seed by seed each method ends within 0.12 % of BF16. So small a model can judge none of the
+# article's numbers.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -949,8 +948,6 @@ drawn(published, "by the article's numbers")
 # %% [markdown]
 # The chart doesn't follow. Its limits, 135 and 220 steps, are where a method overtakes *BF16*. It would have to overtake the
 # fastest: FP8 alone until about 150 steps, then FP8 with fixed shapes, until about 770.
-#
-# A CPU uses the H200's runs.
 
 # %%
 my_vram_gb, my_batch, my_steps = 48, 4, 2000
@@ -972,9 +969,9 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it is probably ahead from step six on, left of the
-# figure. On record, at batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile*
-# probably trains 1.5 times its useful tokens a second.
+# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it is probably ahead from step six on. On record, at
+# batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains 1.5 times
+# its useful tokens a second.
 #
 # **Takeaway.** Advice depends on the card, the batch and the number of steps.
 
