@@ -242,16 +242,16 @@ blocks = {name: count for name, count in modules.items() if "Block" in name}
 print(f"{modules.total()} modules in a forward pass; blocks: {blocks}")
 
 # %% [markdown]
-# Now the real networks: three steps of the stock recipe, by the same call in `labutils/profiling/trace.py`. The picture is one of
-# them. On a GPU the lower curve is the share of time in which kernels ran. Each peak begins with *encode*: the VAE's few, long
-# kernels. Where the curve is at zero, an image is being read. accelerate enters *optimizer* after each micro-step, and updates
-# only in the last.
+# Now the real networks: five steps of the stock recipe, by the same call in `labutils/profiling/trace.py`. The picture is one
+# of them. On a GPU the lower curve is the share of time in which kernels ran. Each peak begins with *encode*: the VAE's few,
+# long kernels. Where the curve is at zero, an image is being read. accelerate enters *optimizer* after each micro-step, and
+# updates only in the last.
 
 # %%
 workload = lab.workload("sd15-lora")
 bench = Benchmark(workload)
 bench.prepare({"stock": STOCK})
-trace = bench.profile("stock", traces, steps=3)
+trace = bench.profile("stock", traces, steps=5)
 
 fig, axes = plt.subplots(1 + trace.on_gpu, sharex=True, squeeze=False, figsize=(7.2, 3))
 plots.timeline(axes[0, 0], {"host": trace.timeline()["host"]}, most=7)
@@ -461,8 +461,8 @@ lab.verdict("A1.overheads.host", "A1.stock.data", "A1.stock.launches")
 #
 # **Question.** What does a micro-step look like, kernel by kernel?
 #
-# A trace of three steps has hundreds of megabytes. This cuts one step's last micro-step out, clipping and update included, and
-# keeps what a viewer shows. `cut_to_micro_step` is 25 lines in `labutils/profiling/trace.py`.
+# A trace of five steps has hundreds of megabytes. This cuts one step's last micro-step out, clipping and update included,
+# and keeps what a viewer shows. `cut_to_micro_step` is 25 lines in `labutils/profiling/trace.py`.
 
 # %%
 one = profile(bench.candidates["stock"].trainer, 1, traces / "one", with_stack=False)
