@@ -36,10 +36,9 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 141 GB | 6 minutes; all of the article's batch sizes, 12 more |
 #
-# The architecture at `full` is llava-v1.6-mistral-7b's.
+# At `full` it is llava-v1.6-mistral-7b.
 #
-# On a first reading take sections 1, 2, 4, 5 and 6, and of section 3's table the rows *bf16*, *compile* and *fixed*. Sections 7
-# to 9 have the article's other claims.
+# On a first reading skip section 3's formula and sections 7 to 9. The article's images are all 500 × 500.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -205,7 +204,7 @@ def collate(examples, length=None):
 
 
 # %% [markdown]
-# **Your prediction:** which share of a *fixed* batch's tokens is useful, that is, no padding? Count 14 tokens of text.
+# **Your prediction:** which share of a *fixed* batch's tokens is useful, that is, no padding? Text has 14.
 
 # %%
 my_useful: float | None = None  # for example 80
@@ -310,10 +309,11 @@ plt.show()
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times as fast as *bf16*, so verdicts on time
-# in sections 5, 6 and 9 are open.
+# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times as fast as *bf16*, so verdicts on
+# these times are open.
 #
-# **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
+# **Takeaway.** *fixed* halves the step, and from batch 4 on trains a tenth fewer useful tokens a second. QLoRA saves some 10 GB
+# once and pays 1 GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -369,8 +369,8 @@ plt.show()
 # Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default a second length is
 # compiled anew, once: the new code takes any length. After 8 versions of a function PyTorch runs it uncompiled.
 #
-# Asking the device for a size splits its graph: a *graph break*. To put image tokens into their places, the published model counts
-# them on the device. A collator can say beforehand which image token belongs where.
+# Asking the device for a number splits its graph: a *graph break*. To put image tokens into their places, the published model
+# counts them on the device. A collator can say beforehand which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -501,8 +501,10 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left. *Fewer
-# FLOPs* has the shorter wait for images in it, 50 ms at batch 4.
+# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
+#
+# Does time follow FLOPs? An example takes *bf16* 457 to 493 ms at every batch, so time grows with the work. But *fp8-te* halves
+# the floor and saves 14 %. The sum is an estimate.
 #
 # Other sizes without padding to 2,048, if time follows FLOPs:
 
@@ -513,8 +515,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left.
-# Varying images can't explain them. Texts of many lengths may: they made the model compile six times more (section 4).
+# **Takeaway.** Compiling and fewer tokens probably make most of the article's half. 1 to 13 points are left. Neither varying
+# images nor recompilations explain them: it had none of the former, and the latter end after two steps.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -524,7 +526,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 #
 # **Is one length faster by itself?** Images stay, one a step. Rows are as long as they come (*blocks compiled*) or padded to one
 # length (*padded*). Both get the same images, cut beforehand, and no block is computed again: don't compare with section 3's
-# times. The cell also measures the ladder below. Compare ms for 1,000 computed tokens; *useful tokens* is a share.
+# times. Compare ms for 1,000 computed tokens; *useful tokens* is a share.
 
 # %%
 uniform.release_weights()
@@ -603,7 +605,7 @@ for loss in losses.values():
 # %% [markdown]
 # **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
 # takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only, and needs no
-# chunks. Hollow markers: less than BF16's own noise, here on every rung.
+# chunks. Hollow: against the rung above, less than BF16's own noise.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -629,10 +631,10 @@ lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
 # So how fast? Per 1,000 useful tokens *blocks compiled* takes 69.6 ms where the plain loop takes 129, and keeps all pixels.
-# *packed* takes 61.5, with four times the tokens a step, logits of answers only, and 59 GB in place of 27. *fixed* wasn't run in
-# this way, so whether AnyRes reaches its speed is open.
+# *packed* takes 61.5 and 59 GB in place of 27. It changes rows, takes four times the tokens, and logits of answers only. *fixed*
+# wasn't run in this way, so whether AnyRes reaches its speed is open.
 #
-# **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
+# **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, beyond BF16's own noise of −30 to
 # +13 %.
 
 # %% [markdown]
@@ -809,7 +811,7 @@ steps = model = None
 # exist. Lab 05's *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's
 # model took 8.1 GB with it, 10.4 with *fp8-frozen*.
 #
-# FP8 was probably slower here. Section 3's *fp8-te* was faster, with six times as many tokens a step.
+# FP8 was probably slower here, and *fp8-te* faster in section 3, with six times as many tokens.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -868,9 +870,9 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# With random weights the `tiny` model trains, ten steps as in the article. BF16's seeds ended between 6.25 and 6.49 on the H200,
-# 3.8 % apart: more than 2 %. Seed by seed each method ends within 0.12 % of BF16. So small a model can judge none of the
-# article's numbers.
+# The `tiny` model trains ten steps, as in the article. BF16's seeds ended between 6.25 and 6.49 on the H200, 3.8 % apart: more
+# than the article's 2 %, and less than its 14. Seed by seed each method ends within 0.12 % of BF16. So small a model can't judge
+# the article's numbers.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -973,7 +975,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains 1.5 times
 # its useful tokens a second.
 #
-# **Takeaway.** Advice depends on the card, the batch and the number of steps.
+# **Takeaway.** Advice depends on card, batch and number of steps.
 
 # %% [markdown]
 # ## Exercises

@@ -265,7 +265,8 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 # The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
 # block's largest weight gets the last level. So levels are stretched, and codes near zero too frequent.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh. Doubly quantised, a weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, partly because our INT4 leaves one of 16 codes
+# idle. Doubly quantised, a weight takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -403,7 +404,7 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 # %% [markdown]
 # ## 4 · What 4 bits alone cost
 #
-# **Question.** Lab 06's step probably got longer with 4-bit weights. The article blames dequantising. How long does that take?
+# **Question.** The article blames dequantising for QLoRA's longer step. How long does it take, on the GPU and on the host?
 #
 # **Technique.** Restoring $n$ weights reads 4.127 bits each and writes 16. Bytes over bandwidth:
 #
@@ -459,10 +460,9 @@ my_bits: float | None = None  # for example 20
 lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
-# **Measurement.** Two recipes take the same packed rows, and differ in the format of the frozen weights alone
-# (`lab07_qlora.PACKED`). PEFT's LoRA layer for plain weights casts its input to float32 and back, the one for 4-bit weights
-# doesn't. So both have adapters without casts. A trace of each gives the sum of its kernels, and of those that restore weights.
-# So does one of lab 06's QLoRA, which uses each weight thrice.
+# **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Both have packed rows, a
+# loss by chunks, no checkpoints, and adapters without PEFT's casts to float32. Each weight is restored twice. Traces give the
+# kernels' sum; a third one, of lab 06's QLoRA with checkpoints, tests three uses.
 
 # %%
 with Benchmark(texts["long"], same_batches=True) as bench:
@@ -504,7 +504,7 @@ lab.verdict("A3.qlora.cause")
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
 # - *Host:* its 50 ms hardly show. The GPU is busy 94 % of the time, so the host runs ahead.
-# - *LLaVA*, lab 06's model: kernels 26 ms, host 66. The 66 count where the host sets the pace.
+# - *LLaVA:* 26 ms by trace, 24 by formula. The host's 66 ms, estimated from forward calls, count where the host sets the pace.
 #
 # **Takeaway.** Restoring explains what 4 bits add to a busy GPU. The formula is some 10 % low.
 
@@ -792,17 +792,18 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better. On the H200:
 #
-# - *Time a token:* ours takes 5 % less on the row that both timed. The 6 % by the table average in a faster row.
+# - *Time a token:* ours takes 6 % less, by the rounds 4 to 29: near unsloth, a little ahead.
 # - *On another H200*, with a slower host, unsloth's packed step took 611 ms in place of 403, ours 378: compiled blocks leave the
 #   host less to do.
-# - *What brought it:* QLoRA as published trains 2,973 useful tokens a second. Packed rows, a loss by chunks, plain adapters and
-#   no checkpoints: 9,863 in 37 GB. Compiled, with checkpoints: 10,865 in 9.
+# - *One change:* 4 bits take 395 to 415 ms; compiling, in 16 bits, 395 to 276.
+# - *Several at once:* from QLoRA to *packed, 4 bits*, 2,973 to 9,863 useful tokens a second, rows, loss, adapters, forward pass
+#   and checkpoints all change. From *blocks compiled* to ours, 4 bits and checkpoints cost 101 ms and save 31 GB.
 # - *Memory:* 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
-# - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 stands apart: it also rounds
-#   activations and gradients.
+# - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 also rounds activations and
+#   gradients.
 #
-# **Takeaway.** Rows, loss and adapters bring the speed, compiled checkpoints the memory. Together they reach unsloth, with 1.5 GB
-# more.
+# **Takeaway.** Compiling saves the time that checkpoints cost, and these save the memory. With packed rows and a loss by chunks
+# they reach unsloth.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -833,8 +834,8 @@ lab.show([*larger.values()] or on_record, columns)
 # - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums gave 43
 #   to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7
 #   back.
-# - **Time:** QLoRA's step in the table is the mean of 7.5 and 5.1 s, so its GPU-busy is too low. Take the traced step: 5.1 s, 18
-#   % more than LoRA's 4.3. Its kernels take 615 ms more, restoring 111 of these, by formula 106.
+# - **Time:** QLoRA's two steps took 7.5 and 5.1 s: too unsteady for a percentage. Its kernels take 615 ms more than LoRA's 4,248,
+#   14 %; restoring takes 111.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 

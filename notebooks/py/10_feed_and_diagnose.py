@@ -95,8 +95,10 @@ folder.mkdir(parents=True, exist_ok=True)
 # **Question.** How long does one core take to turn a file into pixels, and how does that depend on the format?
 #
 # **Technique.** The same picture of 1080 × 1080 pixels, saved in three formats, decoded again with the clock running. PNG loses
-# nothing. JPEG and WebP drop what the eye hardly sees. Before you look below the cell, write down how many times as long a PNG
-# takes as a JPEG.
+# nothing. JPEG and WebP drop what the eye hardly sees.
+#
+# **Your prediction, before you run the next cell:** how many times as long does a PNG take as a JPEG? Put it into `my_formats`,
+# in the cell after it, and run that one first.
 
 
 # %%
@@ -126,8 +128,7 @@ for codec in ({"format": "PNG"}, {"format": "JPEG", "quality": 90}, {"format": "
 assert (to_pixels(files[0].read_bytes()) == decoded(files[0].read_bytes())).all()
 
 # %% [markdown]
-# **Your prediction:** the number that you wrote down, for all pictures. In the files WebP's quality is 90, so they are larger
-# than the one above.
+# Now all pictures. In the files WebP's quality is 90, so they are larger than the one above.
 
 # %%
 my_formats: float | None = None  # for example 2
@@ -174,8 +175,8 @@ lab.show(decodes, columns, experiment="decode")
 # On this page's H100 a PNG took 7.4 times as long as a JPEG. These pictures are drawn, and compress better than photographs do.
 # The verdict waits for section 3, which measures the machine's noise.
 #
-# **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 180 times as much for
-# PNG, 93 times for JPEG. Section 2 reads from the disk.
+# **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 about 180 times as much
+# for PNG, and for JPEG 90 or 190, by which of its two rows you take. Section 2 reads from the disk.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -264,9 +265,7 @@ for r in (160, 40, 4):
 
 # %% [markdown]
 # **Measurement.** Stable Diffusion, with its encoders, is trained without workers from PNG, JPEG, the map and memory, then with
-# several from PNG and the map. PNG is measured twice in each round. If the interval of *PNG, again* reaches more than 3 % from
-# 1.00x, every time in this lab is *inconclusive*, also those of sections 1 and 4, which have no repeated base. Here it is 0.82 to
-# 1.05x. Read the direction of a sevenfold change, not its size.
+# several from PNG and the map. PNG is measured twice in each round.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
 # $r$ is 238 ms for four PNGs, and $c$ is 162 ms.
@@ -320,18 +319,27 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# On the H100 the loop waits $r$ = 238 ms for four PNGs. $c$, the rest of a step from memory, is 162. Four workers and the map
-# each remove nearly all of the waiting: 173 and 172 ms in place of 383. For the map the formula says 58 % shorter; by the two
-# steps it is 55 %. Both together gain nothing more that shows: 171 ms.
+# *PNG, again* is the same loop as *PNG*, so its interval, 0.82 to 1.05x, is noise. As it reaches more than 3 % from 1, every
+# verdict on a time in this lab is *inconclusive*. Read the direction of a sevenfold change, not its size. The formula, with $c$ =
+# 162 ms, *in memory*'s step without its waiting:
+#
+# | form | by the formula, ms | measured, ms |
+# |---|---|---|
+# | PNG | 238 + 162 = 400 | 383, again 405 |
+# | JPEG | 101 + 162 = 263 | 259 |
+# | memory map | 6 + 162 = 168 | 172 |
+# | PNG, 4 workers | max(162, 238 / 4) = 162 | 173 |
+# | memory map, 4 workers | max(162, 6 / 4) = 162 | 171 |
+#
+# Workers or the map remove nearly all waiting; both together show no more. Beside four workers converting would gain again if $c$
+# fell below 60 ms.
 #
 # What the rows of section 3's table say:
 #
-# - **Workers:** four make PNG's $r / w$ 60 ms, below $c$. So converting gains nothing beside them. It would if another fix
-#   brought $c$ below 60 ms.
 # - **Decoding:** the loop waits 59.5 ms for one PNG and 25.3 for one JPEG. Decoding is 39.7 and 5.4 of these. The other 20 are
 #   probably resizing and conversion. The map saves these, too, but for the conversion to a tensor.
-# - **GPU:** a JPEG in 0.7 ms, a core 5.4. So it decodes about 7 times as fast. It wasn't in the loop: there it would lower $r$,
-#   and take time of the GPU that trains.
+# - **GPU:** a JPEG in 0.7 ms, a core 5.4. So it decodes much faster. It wasn't in the loop: there it would lower $r$, and take
+#   time of the GPU that trains.
 #
 # Details and limits:
 #
@@ -339,8 +347,6 @@ with lab.attempt("the law's picture"):
 #   *floor* is the least time for its arithmetic.
 # - In the picture a bar spans the 10th to the 90th percentile. The line without workers is no independent test: its $r$ was
 #   measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and *memory map*.
-# - With workers a line is flat, at $c$, up to $r = wc$. Right of that the step waits. The line of four workers bends at 648 ms,
-#   outside the picture. So only its flat part was tested: its two points lie 9 and 11 ms above it, and their bars reach it.
 #
 # **In your own loop:**
 #
@@ -356,7 +362,7 @@ with lab.attempt("the law's picture"):
 # ```
 #
 # **Takeaway.** Measure $r$ and $c$ first. Where $r / w$ is below $c$, as in both rows with workers, a faster format gains
-# nothing. Where it is above, a step takes at least $r / w$: section 5 has such a script, and it took 1.7 to 1.8 times as long.
+# nothing. Where it is above, a step takes at least $r / w$; that wasn't tested here, but in section 5.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
@@ -534,8 +540,7 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # promised step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, look
 # alike, so compare the steps that remain. Why longer?
 #
-# - A part is the script's own: when its `for` loop ends, Python waits for the 16 workers to end, and only then does the script read
-#   the clock. Over the 64 steps that it times, the whole gap is 0.3 s. How much of it is that ending was not measured.
+# - The script's clock also includes the end of the 16 workers. The whole gap is 0.3 s over 64 steps; that part wasn't measured.
 # - The formula also assumes that 16 workers and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.0 = 52
 #   workers. So lower $r$ instead. From a map of these small pictures an example should take no more than section 2's 0.25 ms.
 #   Then $r$ is about 0.5 ms for its two examples, and the step 2.5 without a worker. The tool didn't propose it, and we didn't
@@ -545,8 +550,7 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script: FP16, four micro-batches of one image, no
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
-# (`labutils/tools/ablations.py`). The fixes were chosen before measuring, so proposals of the tool that nobody chose aren't
-# tested:
+# (`labutils/tools/ablations.py`). Chosen before measuring; other proposals are untested:
 #
 # - *Workers* reads images beside the training, one worker being enough as $r$ is below $c$, and *caching* keeps the encoders'
 #   outputs: it saves their work as well as decoding.
@@ -577,8 +581,10 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 #
 # What they say:
 #
-# - In all 18 rows the predicted step is off by −26 to +32 %. Capturing promised too much in all three runs of Stable Diffusion.
-# - In five of the six runs the medians kept the predicted order. Three of these compare two fixes only.
+# - In all 18 rows the predicted step is off by −26 to +32 %. The +32 % is no measurement: that row's rounds go from −43 to 62 %.
+#   Capturing promised too much in all three runs of Stable Diffusion; it changes three settings, so the table can't say which
+#   falls short.
+# - Where units agree and rounds are steady, three of four runs kept the predicted order, one of them with two fixes only.
 # - So trust a diagnosis for a rough order, not for the gain. In the first table workers and caching changed places, but their
 #   measured ranges overlap. Gains don't add up: what one fix has saved, the next can't save again.
 #

@@ -264,16 +264,17 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# On two H100s, *here*, the largest message, 256 MiB, reached 297 GB/s, two thirds of the data sheet's 450. *Predicted* is the
-# bound. *Full* is the whole UNet, *qwen3-lora-long* an 8 B model.
+# *Here* are two H100s: 256 MiB reached 297 GB/s, two thirds of the data sheet's 450. *Ours* are two H200s of another host.
+# *Predicted* is the bound. *sd15-lora, full* is the same UNet with all weights trained, *qwen3-lora-long* an 8 B model.
 #
-# First the noise: one process, measured twice, differs by −14 to +3 % for the whole UNet and by 0 to +10 % for LoRA. So the
-# verdicts are *inconclusive*, and a few percent mean nothing here. *Ours* is two H200s of another host: an efficiency of 64 %
-# with all weights, and 90 % with LoRA.
+# Verdicts count examples a second: +56 % is an efficiency of (100 + 56) / 2 = 78 %. One process, measured twice, differs by −14
+# to +3 % for all weights and by 0 to +10 % for LoRA. So they are *inconclusive*; small differences mean nothing.
 #
-# - *LoRA:* 184 ms with every rank *for itself*, at once and with nothing sent, and 186 with DDP. No loss is visible.
-# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP: some 39 are lost. The bound said at least 0.1. By the measured
-#   rates, all messages alone, with nothing to hide them, take 14 ms. So the bytes can't be the whole cost.
+# - *LoRA:* 184 ms with every rank *for itself*, at once and with nothing sent, and 186 with DDP. No loss is visible. The H200s
+#   lost 10 %; why wasn't measured.
+# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP: 39 are lost, by the verdict's interval 20 to 45. The bound said
+#   at least 0.1. By the measured rates, all messages alone, with nothing to hide them, take 14 ms. So the bytes can't be the
+#   whole cost.
 # - *Sharing one host:* 147 ms against *one process*'s 145, for Qwen3 415 against 408. No cost is visible.
 #
 # The bound counts only what is sent after the last gradient. It doesn't count what messages cost *while* they are hidden. NCCL's
@@ -318,7 +319,8 @@ def messages(device):
 
 # %% [markdown]
 # `fully_shard` cuts each weight among the ranks, with its gradient and its optimizer state. A layer, in real models a block,
-# gathers its weights before it computes, in both passes, then drops them. That is *FSDP*.
+# gathers its weights before it computes, in both passes, then drops them. That is *FSDP*. Make the optimizer after it, as `train`
+# does.
 
 
 # %%
@@ -356,9 +358,8 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # The gradients are those of the whole batch, however they are sent. Small buckets are sent earlier, but each pays the latency.
 # Whoever gives `bucket_cap_mb` gets no small first bucket: the 4.2 MB go in one message.
 #
-# In section 2 *exposed* was calculated: what is sent after the last gradient. Now it is traced: any time in which NCCL's kernel
-# runs and no computation does. These kernels run while they wait, too, and the profiler slows the step. So the trace shows when
-# they run. It doesn't show what they cost, those 39 of 186 ms.
+# A trace shows something else than section 2's *exposed*: any time in which NCCL's kernel runs, even if it only waits, and no
+# computation does. The profiler slows the step, too. So its percentage isn't the loss.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
 # waiting that nothing hides?
@@ -410,7 +411,7 @@ lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
 # Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
-# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms: the direction is clear, the size isn't.
+# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms; section 2's 39, three times, are 117.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
 #
@@ -418,7 +419,8 @@ lab.verdict("A4.memory.fsdp")
 # 16 % longer.
 #
 # **Takeaway.** Sending gradients can cost time even where the bound calls it hidden: send once a step. FSDP saved 45 % of the
-# memory with all weights, and its step took 27 % longer: take it for a model that doesn't fit otherwise.
+# memory with all weights, and its step was longer, 236 against 186 ms, each measured once: take it for a model that doesn't fit
+# otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is fast enough?
@@ -512,9 +514,9 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # Between GPUs of one host `=1`, or the interface `lo`, changed the last column by less than 1 %.
 #
 # The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
-# NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. The article's command starts 4 processes on each
-# of 2 hosts. They meet at port 29500 of a host called `master`. The second host needs `--node_rank=1`. Both must reach that port,
-# for example by `--network=host`.
+# NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. The article starts 4 processes on each of 2 hosts:
+# `torchrun --nnodes=2 --nproc-per-node=4 --node_rank=0 --master_addr=master --master_port=29500 train.py`, on the second host
+# with `--node_rank=1`. Both must reach that port, for example by `--network=host`.
 #
 # **Takeaway.** On one host none of these made a message surely faster, and two made 64 MiB 10 and 64 times slower. Forbid a
 # transport only where it is broken. Between hosts the interface must be right.

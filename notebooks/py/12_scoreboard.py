@@ -18,7 +18,7 @@
 # %% [markdown]
 # # Lab 12 · Scoreboard
 #
-# Four articles, more than 200 published claims. Each gets two verdicts, from our GPUs and from your machine: which hold? This lab
+# Four articles, A1 to A4 of the README, more than 200 published claims. Each gets two verdicts, from our GPUs and from your machine: which hold? This lab
 # trains nothing. It judges what the other labs have measured, scores your predictions, and says what to measure next. Run it
 # whenever you like.
 #
@@ -27,7 +27,7 @@
 # - tell a statement from advice, and a measurement from a model's prediction;
 # - say of a claim what was published, what our GPUs measured, and what this machine did;
 # - say how far off your predictions are, and in which direction;
-# - choose the next measurement by what it settles.
+# - say what keeps a claim open.
 #
 # | scale | needs | time |
 # |---|---|---|
@@ -131,9 +131,9 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 #
 # You write the rule in exercise 3.
 #
-# Why so strict? A slow drift, as above, cancels within a round. Where *A again* differs from A by more than 3 %, the speed
-# changed within rounds. B may have been hit as well, and we can't know how much. So such a time is shown with its interval, and
-# decides nothing.
+# Why so strict? The example's drift is equal for the visits of one round, so it cancels. A real one also moves between visits,
+# and *A again* shows by how much. Where *A again* differs from A by more than 3 %, the speed changed within rounds. B may have
+# been hit as well, and we can't know how much. So such a time is shown with its interval, and decides nothing.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -162,9 +162,8 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # *Inconclusive* is also the verdict of an unsteady machine, and of a model that hangs on an assumption.
 #
 # Follow one claim, *A2.fixed.speed*: a step becomes 47 to 53 % shorter. With ten points of tolerance 0.37 to 0.63 of it may
-# remain. At batch 4 our H200 has 0.44 to 0.47, well inside. But *A again* reached +55 %, so $f$ is 1.55: widened, the interval is
-# 0.28 to 0.72 and crosses both limits. *Inconclusive*, although the number fits: the base itself wasn't steady. A machine without
-# a GPU can't say: *not testable here*.
+# remain. At batch 4 our H200 has 0.44 to 0.47, well inside. But *A again* reached +55 %, far beyond 1.03. So the third point of
+# the rule decides: *inconclusive*, although the number fits. A machine without a GPU can't say: *not testable here*.
 #
 # **Prediction.** Of the statements that our H200 and H100s tested, inconclusive ones included, how many percent do they
 # confirm?
@@ -192,9 +191,10 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# The others needn't be wrong: few are refuted, more are inconclusive. Most of these are times beside an unsteady host of ours,
-# and the headlines `compile.speedup`, `fp8.speed` and `fixed.speed` are among them. The statements are of many sorts: arithmetic,
-# what a library does, memory, speed. So the percentage is not the probability that a published speed-up holds on your machine.
+# That doesn't make the others wrong. Of the statements that were decided, confirmed or refuted, four in five hold. The rest are
+# mostly *inconclusive*, and the headlines `compile.speedup`, `fp8.speed` and `fixed.speed` are among these: times beside an
+# unsteady host of ours. The statements are of many sorts: arithmetic, what a library does, memory, speed. So the percentage is
+# not the probability that a published speed-up holds on your machine.
 #
 # In the picture our verdict stands left of yours. A dash means that this side couldn't test the claim: its lab hasn't run, it
 # takes a GPU, or no run can answer. Look at ours first: a filled cross is a refuted claim, a hollow one a prediction that the
@@ -210,9 +210,9 @@ plt.show()
 # *Off by a factor of* compares what was published with what was found. An example: published were 30 % less memory, so 0.70 of it
 # remains. We found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. It is never below 1, so it doesn't say which
 # number is larger: read both. A dash means that no factor can be computed. The first table shows up to twelve statements that our
-# GPUs or this machine refuted, the second their reasons. The first steps were timed once only, with an assumed ±3 %, and
-# compiling is the host's work: don't read their factors as the GPU's. Statements about a cause, a count or a version have no
-# factor.
+# GPUs or this machine refuted, the second their reasons. The rest are in the list below. First steps were timed once, with an
+# assumed ±3 %. Read their seconds, not their factors: 106 s published and 125 here differ by 1.18, and the factor is 3 because
+# our first step without compiling was 2.6 times as quick. Statements about a cause, a count or a version have no factor.
 
 # %%
 worst = lab12_scoreboard.farthest_off(board)
@@ -250,8 +250,8 @@ if not lab.choose(show_claims, choices) and set(asked.values()) != {"all"}:
     show_claims(**asked)
 
 # %% [markdown]
-# **Takeaway.** The reason matters more than the verdict. 6.9 % of memory saved in place of 30, and a first step 65 % longer in
-# place of 5 % shorter, are both refuted. You would still try the first.
+# **Takeaway.** Read the reason before the factor. A wrong count, another version of a library and a quicker base all end as
+# *refuted*, and only some of them change what you would do.
 
 # %% [markdown]
 # ## 5 · Your predictions
@@ -292,7 +292,7 @@ lab.table(by_kind.assign(lean=by_kind["lean"].map(predictions.lean_in_words)))
 # %% [markdown]
 # ## 6 · What to try next
 #
-# **Question.** Which measurement would settle the most claims?
+# **Question.** What keeps claims open here?
 
 # %%
 steps = lab12_scoreboard.next_steps(board, page.labs_done, titles)
@@ -303,8 +303,9 @@ waiting = waiting.sort_values("claims", ascending=False).head(8)
 lab.table(waiting, otherwise="Every claim is tested here.")
 
 # %% [markdown]
-# **Takeaway.** Begin with the row that has the most claims a run *here* can settle. Some take a GPU, and some no run can settle.
-# The head of each lab says what machine and how many minutes it takes.
+# **Takeaway.** A row counts the claims that wait for a lab. Without a GPU many of them will move to *It takes a GPU*. So begin
+# with the lab whose claims your machine can answer: counts, bytes, what a library does. The head of each lab says what machine
+# and how many minutes it takes.
 
 # %% [markdown]
 # ## Exercises
