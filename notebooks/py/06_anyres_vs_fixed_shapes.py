@@ -312,8 +312,8 @@ plt.show()
 # At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times as fast as *bf16*, so verdicts on
 # these times are open.
 #
-# **Takeaway.** *fixed* halves the step, and from batch 4 on trains a tenth fewer useful tokens a second. QLoRA saves some 10 GB
-# once and pays 1 GB for each example.
+# **Takeaway.** *fixed* halves the step, and trains a tenth fewer useful tokens a second. QLoRA saves some 10 GB once and pays 1
+# GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over

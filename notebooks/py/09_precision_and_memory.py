@@ -19,8 +19,8 @@
 # # Lab 09 · Precision and memory
 #
 # Article A4 is a guide: enable this, use that. It has no measurement. Here each piece of its advice becomes a switch of a real
-# training loop. You try the switch, predict what it does, and see it flipped alone. Then you take the memory of a training step
-# apart, and compute its peak without a card.
+# training loop. You predict what it does, and see it flipped alone. Then you take the memory of a training step apart, and
+# compute its peak without a card.
 #
 # **After this lab you can**
 # - train with autocast and a GradScaler, and say what they do to the numbers;
@@ -36,7 +36,7 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 80 GB | 4 minutes |
 #
-# A CPU computes in float32 here, so it has fewer switches. On a CPU the H200's tables follow your own.
+# A CPU has fewer switches. On a CPU the H200's tables follow your own.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -171,8 +171,8 @@ assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 # %% [markdown]
 # No gradient of a *weight* became 0, and without a scaled loss they are still 15 % off on the H200. They are sums over gradients
 # of activations, and those are tiny here: below 1e-6, where FP16 has only steps of 6e-8. Some become 0, which is *underflow*; the
-# others are rounded coarsely. On a CPU we rounded only these gradients: each of the two by itself made the sums 14 % wrong. A
-# scaled loss cures both. BF16 has float32's range and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
+# others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range and needs no scaler,
+# but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
 # BF16, with three bits fewer?
@@ -200,8 +200,7 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 # float32's than *throughout*'s. That is one batch of a model with random weights, and the loss factors differ: $2^{16}$ with
 # autocast, $2^{10}$ without.
 #
-# **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a CPU it
-# is scored against the H200.
+# **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32?
 
 # %%
 my_precision: float | None = None  # for example 50
@@ -296,8 +295,8 @@ lab.verdict("A4.memory.mixed-precision")
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB for its Fourier transforms, and 0.16 GB
 #   with TF32.
-# - Such a workspace is needed for a moment, and only in some layers. With TF32 the peak comes when most activations are kept. So
-#   the two peaks probably come at different moments, and the 48 GB are no workspace.
+# - *tf32*'s peak, 17.5 GB, probably comes at another moment, when most activations are kept. So the difference of the peaks need
+#   not be the workspace's size.
 # - FP16 saves 83 % against the one peak and 34 %, 6.0 GB, against the other. Some 2 of the 6 are the frozen weights: autocast
 #   alone leaves these in float32.
 #
@@ -385,12 +384,12 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
-# take 124. So launches set the time, and hardly examples: the host is too slow, or the kernels are too small to fill the GPU. Lab
-# 02's trace would tell which.
+# take 124. So a pass has a fixed cost, whatever its batch: the host launches too slowly, or the kernels are too small to fill the
+# GPU. Lab 02's trace would tell which.
 #
-# *Checkpointing* takes 52 to 117 % longer: more than the arithmetic's 50. Launching the forward pass twice explains a part.
-# *Selective* checkpointing keeps the results of products. It was probably slower still. A suspect for both is Python, which runs
-# around each block, and in *selective* asks for each operation whether to keep its result. You write that with `checkpoint(...,
+# *Checkpointing* took about twice as long. The noise doesn't let us say that this is more than the arithmetic's 50 %, a limit
+# that doesn't hold if the host sets the pace. *Selective* checkpointing keeps the results of products, and took longer still. A
+# suspect is Python, which it asks for each operation whether to keep the result. You write that with `checkpoint(...,
 # context_fn=partial(create_selective_checkpoint_contexts, policy))`.
 #
 # **Takeaway.** Both checkpointing and accumulation lower the memory for activations. Accumulation probably costs far more time
@@ -438,19 +437,20 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# So the list comes to this on our H200, an unsteady machine:
+# So the list comes to this on our H200. Times are this run's medians, and no verdict is drawn from them:
 #
 # | advice | step | peak, GB |
 # |---|---|---|
-# | FP16 in place of PyTorch's default | probably shorter: 338 to 124 ms | 17.5 to 11.5 |
-# | TF32 by both switches in place of none | probably shorter: 578 to 262 ms | 65.9 to 17.5 |
-# | checkpointing | probably longer, about twice | 11.5 to 4.34 |
-# | selective checkpointing | probably longer, about 3 times | 11.5 to 7.68 |
-# | accumulation | probably longer, about 8 times | 11.5 to 3.33 |
+# | FP16 in place of PyTorch's default | 338 to 124 ms | 17.5 to 11.5 |
+# | BF16 in place of FP16 | 124 to 123 ms; no scaler, 7.8 times the gradient's error | 11.5, the same |
+# | TF32 by both switches in place of none | 578 to 262 ms | 65.9 to 17.5 |
+# | checkpointing | 124 to 230 ms | 11.5 to 4.34 |
+# | selective checkpointing | 124 to 380 ms | 11.5 to 7.68 |
+# | accumulation | 124 to 965 ms | 11.5 to 3.33 |
 # | layout, autotuner, fused, 8 bits | not decided | at most 0.1 less |
 #
-# - *Layout* and *autotuner* aim at the kernels. Where the host sets the pace, that shortens no step. Try them again after
-#   capturing the step (lab 04).
+# - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
+#   the step (lab 04).
 # - The two forms of *AdamW* can save few bytes here: they update a thousandth of the weights. Where all weights are trained, the
 #   moments take twice the weights' bytes, and 8 bits save three quarters of them.
 #
@@ -522,16 +522,17 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# Here all weights are trained, so the peak lies in the update: weights, gradients and two moments are 4 × 8.4 MB, temporaries
-# 2.1. With LoRA it comes at the end of the forward pass, or in the backward pass. The course's predictor does this with its own
-# training code, and adds what shapes don't tell:
+# The numbers on *meta* are the same within 1 %. This is a *first* step of all weights, and its peak is the update: weights,
+# gradients and two moments are 4 × 8.4 MB, temporaries 2.1. From the second step on the moments, 16.8 MB, are there from the
+# start. Then the backward pass is the peak: 33.6 + 16.8 = 50.4. So plan with the second step, as the formula does. The course's
+# predictor runs its own training code, and adds what shapes don't tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
 # Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two things make
 # activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel keeps a number for
-# each row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for each of two threads. cuDNN's are not
-# predicted, section 2 says why.
+# each row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for the forward pass's thread and one for
+# autograd's. cuDNN's are not predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -579,7 +580,7 @@ lab.verdict("A3.qlora.states-small")
 # The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low, perhaps
 # cuDNN's workspaces. The other six are at most 0.3 % off.
 #
-# Weights are there all the time. Gradients and moments are too thin to be seen: only adapters have them.
+# Gradients and moments are too thin to be seen: only adapters have them.
 #
 # - *Everything kept:* activations pile up in the forward pass and go in the backward pass, so the peak lies between the two.
 # - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again. In Stable
@@ -587,8 +588,8 @@ lab.verdict("A3.qlora.states-small")
 # - *Qwen3:* the peak is at the *logits*, a number for each token and each word, and its copies in float32. Checkpointing can't
 #   shrink them. Lab 06's chunked loss can.
 #
-# On a GPU *peak* is the allocator's counter, workspaces included. The two phases come from its list of allocations, and lie up to
-# 0.03 GB lower. The next cell predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
+# The two phases come from the allocator's list, and lie up to 0.03 GB below its counter. The next cell predicts Stable Diffusion
+# 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
