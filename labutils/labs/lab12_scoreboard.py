@@ -136,17 +136,19 @@ def still_open(
     return table.agg(**counts, **which).sort_values("a run here may settle", ascending=False)
 
 
-def next_steps(board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
-    """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
-    missing = [number for number in titles if number not in done]
+def next_steps(board: pd.DataFrame, worth: Sequence[str]) -> list[str]:
+    """What to do next, in sentences with commands: labs that are `worth` a run, and noise to get
+    rid of."""
     noisy = board[(board["verdict"] == judges.INCONCLUSIVE) & (board["kind"] != "predicted")]
-    steps = [
-        f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`.",
-        f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
-        f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`",
-    ]
-    steps = [step for step, any_left in zip(steps, (missing, len(noisy)), strict=True) if any_left]
-    return steps or ["Everything is tested here. Change a recipe, and predict what it does."]
+    steps = []
+    if worth:
+        steps.append(f"Run the labs that settle something here: `labutils run {' '.join(worth)}`.")
+    if len(noisy):
+        steps.append(
+            f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
+            f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`"
+        )
+    return steps or ["What can be tested here is. Change a recipe, and predict what it does."]
 
 
 def check_rule(rule: Callable[..., str | None], machines: int = 200) -> str:

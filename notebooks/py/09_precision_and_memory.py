@@ -18,16 +18,16 @@
 # %% [markdown]
 # # Lab 09 · Precision and memory
 #
-# Article A4 is a guide: enable this, use that. It has no measurement. Here each piece of its advice becomes a switch of a real
-# training loop. You predict what it does, and see it flipped alone. Then you take the memory of a training step apart, and
-# compute its peak without a card.
+# Article A4 is a guide: enable this, use that. It has no measurement. Here parts of its advice become switches of a real training
+# loop. You predict what two of them do, and see all flipped. Then you take the memory of a training step apart, and compute its
+# peak without a card.
 #
 # **After this lab you can**
 # - train with autocast and a GradScaler, and say what they do to the numbers;
 # - say which TF32 switch is on, and what it does to memory;
 # - trade time for memory by checkpointing and accumulation;
 # - flip one switch at a time, and tell an effect from noise;
-# - predict a step's peak memory from shapes alone;
+# - predict a step's peak memory before it runs;
 # - recover from an out-of-memory error.
 #
 # | scale | needs | time |
@@ -86,9 +86,8 @@ if device == "cpu":
 # **Question.** Which advice shortens the step, which saves memory, and what does it cost?
 #
 # The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in the
-# times. *base* is the article's mixed precision, with the frozen weights in 16 bits, too; *float32* is the same loop without it
-# and without TF32, a rounding that section 2 explains. Every other row flips one switch of one of these two; *tf32* flips both of
-# TF32's.
+# times. *base* is the article's mixed precision, with the frozen weights in 16 bits, too. *float32* has neither that nor TF32, a
+# rounding that section 2 explains. Every other row changes one of these two; *tf32* flips both of TF32's switches.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
@@ -101,12 +100,12 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 #
 # - *step* is a median.
 # - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
-# - *floor* is the least time for all of the plain step's arithmetic at your card's measured rate, in the fastest format that the
-#   row permits anywhere.
+# - *floor* is the time of the plain step's FLOPs, counted without tricks such as Fourier transforms, at your card's measured rate
+#   in the fastest format that the row permits.
 # - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
-#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory have
-#   no noise.
-# - *here* is this page's run, on the H200, which was unsteady; *ours* is an earlier one.
+#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory
+#   hardly vary.
+# - *here* is this page's run on the H200, *ours* an earlier one; both were unsteady.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -169,10 +168,10 @@ for name, found in {
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
-# No gradient of a *weight* became 0, and without a scaled loss they are still 15 % off on the H200. They are sums over gradients
-# of activations, and those are tiny here: below 1e-6, where FP16 has only steps of 6e-8. Some become 0, which is *underflow*; the
-# others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range and needs no scaler,
-# but it stores 7 bits of mantissa where FP16 stores 10.
+# At most one *weight*'s gradient became 0, and without a scaled loss they are still 15 % off on the H200. They sum gradients of
+# activations. With the loss times 0.01, as here, those are below 1e-6, where FP16 has steps of 6e-8. Some become 0, which is
+# *underflow*; others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range and needs
+# no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
 # BF16, with three bits fewer?
@@ -183,8 +182,8 @@ my_error: float | None = None  # for example 1
 lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %% [markdown]
-# **Measurement.** One batch through the real UNet in each form, the same weights and noise. *Throughout* has no autocast: norms,
-# sums and adapters have inputs and results in 16 bits, too.
+# **Measurement.** One batch through the full UNet. Each form rounds the frozen weights and the noise, too. *Throughout* has no
+# autocast: norms and sums compute, and adapters are stored, in 16 bits, too.
 
 # %%
 numbers = lab.keep(numerical_effects(unet))
@@ -196,7 +195,7 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 # %% [markdown]
 # BF16's error, 1.08 %, is 7.8 times FP16's: nearly $2^3$.
 #
-# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
+# Of the adapters' gradients 31 % became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
 # float32's than *throughout*'s. That is one batch of a model with random weights, and the loss factors differ: $2^{16}$ with
 # autocast, $2^{10}$ without.
 #
@@ -214,10 +213,10 @@ lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
 # On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
-# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. Bytes, small kernels or the *host*, the CPU
-# that launches each kernel, may be: section 3 looks at that.
+# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. The limit may be bytes, small kernels or the
+# *host*, the CPU that launches kernels: see section 3.
 #
-# **Takeaway.** Compare one gradient before you trust a format: it takes a second.
+# **Takeaway.** Compare one gradient before you trust a format.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -384,12 +383,12 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
-# take 124. So a pass has a fixed cost, whatever its batch: the host launches too slowly, or the kernels are too small to fill the
+# take 124. So batches of 1 and 8 take about as long: probably the host launches too slowly, or the kernels are too small for the
 # GPU. Lab 02's trace would tell which.
 #
-# *Checkpointing* took about twice as long. The noise doesn't let us say that this is more than the arithmetic's 50 %, a limit
-# that doesn't hold if the host sets the pace. *Selective* checkpointing keeps the results of products, and took longer still. A
-# suspect is Python, which it asks for each operation whether to keep the result. You write that with `checkpoint(...,
+# *Checkpointing* took about twice as long. With this noise it may be no more than the arithmetic's 50 %. If the host sets the
+# pace, that limit doesn't hold. *Selective* checkpointing keeps the results of products, and took longer still. One suspect:
+# before each operation it asks Python whether to keep the result. You write that with `checkpoint(...,
 # context_fn=partial(create_selective_checkpoint_contexts, policy))`.
 #
 # **Takeaway.** Both checkpointing and accumulation lower the memory for activations. Accumulation probably costs far more time
@@ -400,9 +399,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 #
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
-# **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. bitsandbytes' AdamW keeps its
-# moments in 8 bits. Its result may differ a little. The row *cudnn.benchmark* also permits TF32, only to make cuDNN choose anew;
-# FP16 doesn't use TF32.
+# **Technique.** Layout, autotuner and a fused AdamW may change the result by rounding only. bitsandbytes' AdamW keeps its
+# *moments*, running averages of each gradient and its square, in 8 bits. Its result may differ a little. The row
+# *cudnn.benchmark* also permits TF32, only to make cuDNN choose anew; FP16 doesn't use TF32.
 
 # %%
 import bitsandbytes as bnb
@@ -522,17 +521,17 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# The numbers on *meta* are the same within 1 %. This is a *first* step of all weights, and its peak is the update: weights,
-# gradients and two moments are 4 × 8.4 MB, temporaries 2.1. From the second step on the moments, 16.8 MB, are there from the
-# start. Then the backward pass is the peak: 33.6 + 16.8 = 50.4. So plan with the second step, as the formula does. The course's
-# predictor runs its own training code, and adds what shapes don't tell:
+# The numbers on *meta* are the same within 1 %. In this *first* step of all weights the update is the peak: weights, gradients
+# and two moments are 4 × 8.4 MB, temporaries 2.1; the batch isn't counted. From the second step on the moments, 16.8 MB, are
+# there from the start. Then, with gradients freed between steps, the backward pass is the peak: 33.6 + 16.8 = 50.4. So plan with
+# the second step, as the formula does. The course's predictor runs its own training code, and adds what shapes don't tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
-# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two things make
-# activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel keeps a number for
-# each row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for the forward pass's thread and one for
-# autograd's. cuDNN's are not predicted, section 2 says why.
+# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two activations exist
+# on a GPU and not on *meta*: autocast's copies in 16 bits, and a number for each row from fused attention. The predictor adds
+# both. The last term is cuBLAS's workspaces on the H200, one for the forward pass's thread and one for autograd's. cuDNN's are
+# not predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -585,8 +584,8 @@ lab.verdict("A3.qlora.states-small")
 # - *Everything kept:* activations pile up in the forward pass and go in the backward pass, so the peak lies between the two.
 # - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again. In Stable
 #   Diffusion one hump is the peak.
-# - *Qwen3:* the peak is at the *logits*, a number for each token and each word, and its copies in float32. Checkpointing can't
-#   shrink them. Lab 06's chunked loss can.
+# - *Qwen3:* the peak is at the *logits*, a number for each token and word, and their float32 copies. Checkpointing can't shrink
+#   them. Lab 06's chunked loss can.
 #
 # The two phases come from the allocator's list, and lie up to 0.03 GB below its counter. The next cell predicts Stable Diffusion
 # 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
@@ -599,7 +598,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high, where batch 4's was too low.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is a little too high, batch 4's was too low.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 
@@ -663,8 +662,8 @@ my_gb = None  # two numbers, for example (8, 5)
 print(check("09.1", my_gb))
 
 # %% [markdown]
-# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. Memory is a line over the batch. The card has 80 GB, and a
-# tenth of it should stay free. Which batch is the largest?
+# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. Memory is linear in the batch. The card has 80 GB, and a tenth
+# of it should stay free. Which batch is the largest?
 
 # %% tags=["exercise"]
 my_start = None  # a whole number

@@ -87,12 +87,12 @@ def test_how_far_off_a_finding_is(id, ratio, factor):
 
 
 def test_what_comes_next_is_said_with_what_to_type():
-    def steps(judgements, done=TITLES):
-        return scoreboard.next_steps(scoreboard.scoreboard(judgements), list(done), TITLES)
+    def steps(judgements, worth=()):
+        return scoreboard.next_steps(scoreboard.scoreboard(judgements), worth)
 
-    assert "`labutils run 03 04 06`" in steps(judge_all(None, Runs(), Runs()), done=[])[0]
+    assert "`labutils run 03 06`" in steps(judge_all(None, Runs(), Runs()), ["03", "06"])[0]
     assert "`labutils run 03 --force`" in steps([of("A1.workers.one", INCONCLUSIVE)])[0]
-    assert "Everything" in steps([of("A1.workers.one", CONFIRMED)])[0]
+    assert "Change a recipe" in steps([of("A1.workers.one", CONFIRMED)])[0]
 
 
 def test_only_what_a_run_here_may_settle_is_counted():
