@@ -872,9 +872,9 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# Here the `tiny` model trains; ten steps, as there. BF16's seeds ended between 6.25 and 6.49 on the H200, 3.8 % apart: more than
-# the article's 2 %, and less than its 14. Seed by seed each method ends within 0.12 % of BF16. So small a model can't judge the
-# article's numbers.
+# The `tiny` model trains, ten steps as in the article. BF16's seeds ended between 6.25 and 6.49 on the H200, 3.8 % apart: more
+# than the article's 2 %, and less than its 14. Seed by seed each method ends within 0.12 % of BF16. It can't judge the article's
+# numbers.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -950,7 +950,7 @@ looks |= {"fixed": ("C4", "-"), "fixed-fp8-te": ("grey", "--")}
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# The chart doesn't follow. Its limits, 135 and 220, are the break-even counts against *BF16*. It would have to overtake the
+# The chart doesn't follow. Its limits, 135 and 220, are the break-even counts against *BF16*. A method would have to overtake the
 # fastest: FP8 alone until about 150 steps, then FP8 with fixed shapes, until about 770.
 
 # %%

@@ -868,10 +868,10 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The kernels do. With their own $c$ all steps do but the H100's loop, 9 % above. The picture's bars have *this* host, so there it
-# is 21 % above. Three of the H200's own steps lie above, too, by 5 to 7 %. The short form leaves out gaps, and takes launches as
-# alike and waits as even. It can miss by more: for section 4's longest *moe* step it says 187 ms, the replay 221, and 225 ms were
-# measured. H100 and H200 have one dense peak, so scaling by peak wasn't tested.
+# The kernels do. So do the steps, with their host's own $c$, but for the loop's, 9 % above. The picture's bars have *this* host,
+# so there it is 21 % above. Three of the H200's own steps lie above, too, by 5 to 7 %. The short form leaves out gaps, and takes
+# launches as alike and waits as even. It can miss by more: for section 4's longest *moe* step it says 187 ms, the replay 221, and
+# 225 ms were measured. H100 and H200 have one dense peak, so scaling by peak wasn't tested.
 #
 # Launches don't get faster with a card. For *dense* we predict 390 ms on H200 and B200 alike. From H100 to B200 the loop hardly
 # gains, *grouped* 1.7 to 2.4 times.

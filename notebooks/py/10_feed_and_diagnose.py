@@ -204,10 +204,10 @@ with lab.attempt("forgetting files"):
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
 # %% [markdown]
-# Some disks keep a cache of their own, and some systems decline to forget. Then a faster disk saves more than this. The article's
-# advice is about slow storage, a network's for example, which is not tested here. To test yours, put `from pathlib import Path`
-# and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`, and run on
-# from there.
+# Some disks keep a cache of their own, and some systems decline to forget. Then a faster disk saves more than this percentage.
+# The article's advice is about slow storage, a network's for example, which is not tested here. To test yours, put `from pathlib
+# import Path` and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`,
+# and run on from there.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
 # when it is read, and drops it when memory is short, so a dataset may be larger than memory. That, and a map that isn't in the
@@ -337,7 +337,7 @@ with lab.attempt("the law's picture"):
 # What the rows of section 3's table say:
 #
 # - **Decoding:** the loop waits 59.5 ms for one PNG and 25.3 for one JPEG. Decoding is 39.7 and 5.4 of these. The other 20 are
-#   probably resizing and conversion. The map leaves 1.4 ms of all this.
+#   probably resizing and conversion. With the map 1.4 ms of all this are left.
 # - **GPU:** a JPEG in 0.7 ms, a core 5.4, so 16 cores 0.34 at best. It wasn't in the loop: there it would lower $r$, and take
 #   time of the GPU that trains.
 #

@@ -528,7 +528,7 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
 # **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. The kill
-# below hits rank 1, which writes nothing, so this isn't tested. This one says nothing of ranks, so any number of ranks that
+# below hits rank 1, which writes nothing, so this isn't tested. This lab's says nothing of ranks, so any number of ranks that
 # divides the batch evenly can go on.
 
 
