@@ -118,17 +118,37 @@ def on_record(runs: Runs, done: Sequence[str], titles: Mapping[str, str]) -> pd.
     return pd.DataFrame(rows, columns=["lab", "here", "runs", "scale", "from"])
 
 
-def next_steps(board: pd.DataFrame, done: Sequence[str], titles: Mapping[str, str]) -> list[str]:
-    """What to do next, in sentences with commands: labs to run, and noise to get rid of."""
-    missing = [number for number in titles if number not in done]
+def still_open(
+    judgements: Sequence[judges.Judgement], done: Sequence[str], has_gpu: bool
+) -> pd.DataFrame:
+    """A row for each lab: how many of its claims this machine hasn't tested, and which of them a
+    run of it here may settle. None where the lab is `done`, a card is missing or no run can tell.
+    """
+    rows = []
+    for j in judgements:
+        if j.verdict == judges.NOT_TESTABLE:
+            may = j.claim.needs == "any" or (has_gpu and j.claim.needs == "gpu")
+            may = may and not j.claim.reason and j.claim.lab not in done
+            rows.append((j.claim.lab, may, j.claim.id if may else None))
+    table = pd.DataFrame(rows, columns=["lab", "may", "id"]).groupby("lab", as_index=False)
+    which = {"which": ("id", lambda ids: ", ".join(ids.dropna()[:3]))}
+    counts = {"claims open": ("may", "size"), "a run here may settle": ("may", "sum")}
+    return table.agg(**counts, **which).sort_values("a run here may settle", ascending=False)
+
+
+def next_steps(board: pd.DataFrame, worth: Sequence[str]) -> list[str]:
+    """What to do next, in sentences with commands: labs that are `worth` a run, and noise to get
+    rid of."""
     noisy = board[(board["verdict"] == judges.INCONCLUSIVE) & (board["kind"] != "predicted")]
-    steps = [
-        f"Run the labs that have not ended here: `labutils run {' '.join(missing)}`.",
-        f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
-        f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`",
-    ]
-    steps = [step for step, any_left in zip(steps, (missing, len(noisy)), strict=True) if any_left]
-    return steps or ["Everything is tested here. Change a recipe, and predict what it does."]
+    steps = []
+    if worth:
+        steps.append(f"Run the labs that settle something here: `labutils run {' '.join(worth)}`.")
+    if len(noisy):
+        steps.append(
+            f"{len(noisy)} inconclusive: run again with nothing else on the machine: "
+            f"`labutils run {' '.join(sorted(noisy['lab'].unique()))} --force`"
+        )
+    return steps or ["What can be tested here is. Change a recipe, and predict what it does."]
 
 
 def check_rule(rule: Callable[..., str | None], machines: int = 200) -> str:

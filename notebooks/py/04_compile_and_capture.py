@@ -27,7 +27,7 @@
 # - repair `reduce-overhead` where gradient accumulation breaks it;
 # - capture a step as one CUDA graph, with right gradients;
 # - keep a log and an optimizer that never ask the GPU anything;
-# - leave out work whose result is known, and prove that the gradients stay the same;
+# - leave out work whose result is known, and check that the gradients stay;
 # - say of each rung of a ladder what it is worth, and whether noise could have made it.
 #
 # | scale | needs | time |
@@ -180,11 +180,11 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# Kernel time is the GPU's: 156 ms a step on our H200, and 131 compiled. The step itself is the host's: the stock loop took 1,036
-# ms there, 777 on another H200's host and 896 on an H100's. On all three the compiled step was 1.5 or 1.6 times as fast. None of
-# them was steady, so these ratios decide nothing. The compiled kernels take 131 of 468 ms: the GPU waits most of the time. For
-# the UNet, $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps. Probably it is fewer, for three other processes were at work during
-# these 144 s. With nothing beside it, that step took 126 s on the other H200.
+# On our H200 the kernels fell from 156 to 131 ms, and the step from 760 to 468: most of the gain is the host's. Launches fell to
+# 1 / 1.40, which lies in the interval, 1.34 to 1.76, as if the host sets the pace. The GPU still waits most of the time. On
+# another H200's host the gain was 1.6x, on an H100's 1.5x. For the UNet, $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps; with
+# that interval, 440 to 740. Three other processes were at work during these 144 s: with nothing beside it, that step took 126 s
+# on the other H200. The gain exceeds the noise, but beside an unsteady host no published number is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -339,7 +339,7 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # *No host waits* leaves accelerate out, and has ring and fused AdamW. Against *pinned* it is 0.99 times as fast on our H200, 0.92
-# on the H100 and 1.15 on the other H200: within noise. Little was to be gained, for the GPU waits for the host.
+# on the H100 and 1.15 on the other H200: within noise. Its worth is that section 4 can capture it.
 #
 # **Takeaway.** A loop that never waits for the GPU can be captured.
 
@@ -348,8 +348,8 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 #
 # **Question.** The host launches some 16,500 kernels a step, one by one. Can it hand them over in one go?
 #
-# A CUDA graph captures what a stream is given, and replays it with a single launch. On a CPU the `Tape` does so by hand: it
-# writes down each operation with its very tensors, and repeats them.
+# A CUDA graph captures what a stream is given, and replays it with a single launch. Skip the `Tape` if you have a GPU: it
+# imitates a graph on a CPU. It writes down each operation with its very tensors, and repeats them.
 
 # %%
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -429,10 +429,12 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # *adds*. A graph that was captured without gradients repeats the storing, and each replay overwrites the one before. So
 # allocate gradients first, and zero them in place.
 #
-# No cell holds the ladder's captured step; `GraphStep` in `labutils/training/step.py` does. To write it, allocate tensors for all
-# four micro-batches and a zero `.grad` for each parameter. Warm up with a few whole steps, then put back parameters, moments, loss
-# scale, log and random state. A learning rate that changes must be a tensor. Then capture one function: zero the gradients in
-# place, four forward and backward passes, unscale, clip, AdamW, `ring.put`. In each step copy the batches in and replay.
+# `GraphStep` in `labutils/training/step.py` captures the whole step:
+#
+# 1. Allocate inputs for four micro-batches and a zero `.grad` for each parameter. A learning rate that changes must be a tensor.
+# 2. Warm up with a few whole steps, then put back parameters, moments, loss scale, log and random state.
+# 3. Capture one function: zero the gradients in place, four forward and backward passes, unscale, clip, AdamW, `ring.put`.
+# 4. In each step copy the batches in and replay. PyTorch's generator gives each replay new random numbers.
 #
 # **Your prediction:** the compiled step's kernels take 131 ms on the H200; the table of section 1 has yours. How many
 # milliseconds does the captured step take?
@@ -452,13 +454,14 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 # and 1,036: the GPU sets the pace now. A slower CPU costs nothing as long as its workers, eight on this rung, keep up. Tracing
 # lengthens the gaps, so *GPU-busy* of a captured step is a lower bound.
 #
-# **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. If the host sets the pace, try it first.
+# **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. Uncompiled kernels take 156 ms: capture alone would
+# probably take little more.
 
 # %% [markdown]
 # ## 5 · Kernels that fit the GPU
 #
-# **Question.** The GPU is busy now, and the step is still nine times its floor. Which of its work is only there because of how
-# the work is laid out?
+# **Question.** The GPU is busy now, and the step is still nine times its floor. Which of its work is only there because of how it
+# is laid out or cut up?
 #
 # Tensor cores want the channels of a pixel side by side. `channels_last` stores them so, and the convolution library need
 # not rearrange them at each call.
@@ -515,8 +518,7 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Four streams take 51 of 136 ms away. Channels last has no rung of its own. It comes with the last one, and this ladder doesn't
-# say what it gains alone.
+# Four streams take 51 of 136 ms away. Channels last comes with the last rung; what it gains alone isn't measured.
 #
 # **Takeaway.** When the GPU is busy, ask what with: copies between layouts, and kernels that fill a part of it.
 
@@ -594,8 +596,9 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s, and a step saves 28 ms: paid after
-# about 140 steps, some two passes over the images. *Folded LoRA*, with layout and batch, is 2.3 times as fast as *cached
-# encoders*.
+# about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*, by seven settings
+# together. It has some 1,600 kernels, where the captured step had 17,214: one batch of four launches a layer once, and there is
+# no encoder.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -619,17 +622,13 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
 # From the first rung to the last the step probably became 41 times as fast on our H200 (34 to 44), 31 times on the other H200 (29
-# to 36), and 34 times on the H100 (31 to 41). Of the two H200s, the one with the slower host has the larger factor: the last rung
-# takes 25.0 ms on both, 2.8 and 2.7 times its floor.
+# to 36), and 34 times on the H100 (31 to 41). The last rung takes 25.0 ms on both H200s, 2.8 and 2.7 times its floor.
 #
 # Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
 #
-# The article's switches raised utilisation from 44 to 85 %. The driver read 18 and 28 % on our H200, 20 and 27 % on the other
-# H200, and 23 and 46 % on the H100. So this verdict *differs between hosts*.
-#
 # In the picture, a hollow rung's interval reaches into the stock loop's noise, up to 1.19x on our H200: measured again in the
-# same round, that loop took from 11 % less to 19 % more. A filled rung is more than that noise. Captured steps hardly jitter:
-# *side by side* gained 1.59 to 1.60x in each round.
+# same round, that loop took from 11 % less to 19 % more. A filled rung is more than that noise, though verdicts stay
+# *inconclusive*. Captured steps hardly jitter: *side by side* gained 1.59 to 1.60x in each round.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its exponentials
 # (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too: 0.9 ms a step,

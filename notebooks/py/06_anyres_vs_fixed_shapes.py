@@ -34,12 +34,11 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 141 GB | 6 minutes; all of the article's batch sizes, 12 more |
+# | `full` | a GPU of 141 GB | 6 minutes; 18 with all of the article's batch sizes |
 #
-# The architecture at `full` is llava-v1.6-mistral-7b's.
+# `full` trains llava-v1.6-mistral-7b.
 #
-# On a first reading take sections 1, 2, 4, 5 and 6, and of section 3's table the rows *bf16*, *compile* and *fixed*. Sections 7
-# to 9 have the article's other claims.
+# On a first reading skip section 3's formula and sections 7 to 9. The article's images are all 500 × 500.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -169,7 +168,7 @@ lab.keep(Run("06", "token-counts", tags={"experiment": "token-counts"}, metrics=
 lab.verdict("A2.anyres.tokens", "A2.fixed.no-anyres")
 
 # %% [markdown]
-# The smallest grid has two tiles, so no image is a single tile. A small square fills one of them; the other is padding.
+# The smallest grid has two tiles, so no image is a single tile. A small square fills half of each; the rest is padding.
 #
 # **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image small: 1,176 tokens instead of 2,928.
 
@@ -178,8 +177,9 @@ lab.verdict("A2.anyres.tokens", "A2.fixed.no-anyres")
 #
 # **Question.** A batch is a rectangle, and images differ. How much of it is padding?
 #
-# **Technique.** A collator, as its users write it. The processor cuts the tiles and repeats `<image>` once for each image token.
-# Only the answer gets labels. With a `length` it does as the article does: every image a small square, every text padded to 2,048.
+# **Technique.** A *collator* makes a batch of examples. The processor cuts the tiles and repeats `<image>` once for each image
+# token. Only the answer gets labels. With a `length` it does as the article does: every image a small square, every text padded
+# to 2,048.
 
 # %%
 processor = llava_processor(geometry, llava_tokenizer(512))  # yours: AutoProcessor.from_pretrained
@@ -205,7 +205,7 @@ def collate(examples, length=None):
 
 
 # %% [markdown]
-# **Your prediction:** which share of a *fixed* batch's tokens is useful, that is, no padding? Count 14 tokens of text.
+# **Your prediction:** which share of a *fixed* batch's tokens is useful, that is, no padding? Text has 14.
 
 # %%
 my_useful: float | None = None  # for example 80
@@ -234,11 +234,11 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # %% [markdown]
 # ## 3 · The article's table
 #
-# **Question.** The article has five methods and six batch sizes. Which method saves time, which memory?
+# **Question.** Five methods of the article's, six batch sizes: which saves time, which memory?
 #
 # **Technique.** *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go.
 # *compile* compiles the blocks one by one, where the article compiles the model. *fixed* does so on small squares. A CPU compiles
-# nothing, and has *eager-fixed* instead. All checkpoint their blocks.
+# nothing, and has *eager-fixed* instead. All checkpoint their blocks: each is computed again in the backward pass.
 #
 # Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes each, not 2 (lab
 # 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes
@@ -263,8 +263,8 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 # %% [markdown]
 # You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
 # differ by more than 3 %, the machine is *unsteady*, and no time decides. *step* is a median and *examples/s* a mean: one slow
-# step shows only in the second. *data* is the part of a step that waits for images. *Floor* is FLOPs over your card's measured
-# rate, *MFU* the share of the data sheet's peak.
+# step shows only in the second. *data* is the part of a step that waits for images. *Floor*, FLOPs at your card's measured rate,
+# and *MFU*, the share of the peak, for *fp8-te* of FP8's, leave out what is computed again.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -287,7 +287,7 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# Other batches, on another H200:
+# On another H200:
 
 # %%
 some |= {"batch": (2, 8, 16, 24), "method": METHODS, "again": False}
@@ -305,15 +305,16 @@ plt.show()
 # %% [markdown]
 # From batch 4 on, against BF16:
 #
-# - *fixed* takes 44 to 46 % of the time, but trains 9 to 10 % fewer useful tokens a second than the first *bf16*;
+# - *fixed* takes 44 to 46 % of the time, and useful tokens a second fall by 9 to 10 %, but rise by 7 % against *bf16, again*;
 # - *compile* saves 26 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 17 %;
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times as fast as *bf16*, so verdicts on time
-# in sections 5, 6 and 9 are open.
+# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times as fast as *bf16*, so verdicts on
+# these times are open.
 #
-# **Takeaway.** What is saved on weights is a fixed number of gigabytes. At large batches activations decide.
+# **Takeaway.** *fixed* halves the step; on another H200 useful tokens a second fell by 9 to 32 %. QLoRA saves some 10 GB once and
+# pays 1 GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -367,10 +368,10 @@ plt.show()
 
 # %% [markdown]
 # Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default a second length is
-# compiled anew, once: the new code takes any length. After 8 versions of a function PyTorch runs it uncompiled.
+# compiled anew, once: the new code takes any length. After 8 versions PyTorch runs further sizes uncompiled.
 #
-# Asking the device for a size splits its graph: a *graph break*. To put image tokens into their places, the published model counts
-# them on the device. A collator can say beforehand which image token belongs where.
+# Reading a number off the device splits the code: a *graph break*. To put image tokens into their places, the published model
+# counts them on the device. A collator can say beforehand which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -434,7 +435,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. The compiler keeps
 # each reason, `torch._dynamo.utils.get_compilation_metrics()`. Six are text: in step 2 an answer is a token longer, 350 in place
 # of 349, and graph breaks have cut the model into pieces that each meet the new length. Five are functions of transformers called
-# in several ways. *fixed* pads text, and so removes the six. Varied images add 8: the published model still recompiled in step 6.
+# in several ways. Padding text, as *fixed* does, leaves 3 of the 11. Varied images add 8: the published model still recompiled in
+# step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on.
 
@@ -501,10 +503,12 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left. *Fewer
-# FLOPs* has the shorter wait for images in it, 50 ms at batch 4.
+# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
 #
-# Other sizes without padding to 2,048, if time follows FLOPs:
+# Does time follow FLOPs? *bf16* takes 457 to 493 ms an example, so time grows with the batch. But *fp8-te* halves the floor and
+# saves 14 %.
+#
+# FLOPs at other sizes, without padding to 2,048:
 
 # %%
 whole = step_flops(image_tokens(672, 672) + 14, 5)  # with 14 tokens of text
@@ -513,8 +517,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and fewer tokens make most of the article's half. 1 to 13 points are left.
-# Varying images can't explain them. Texts of many lengths may: they made the model compile six times more (section 4).
+# **Takeaway.** Compiling and fewer tokens probably make most of the article's half. 1 to 13 points are left. Varying images don't
+# explain them: the article had none. In our small count nothing was recompiled after step 2.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -522,9 +526,9 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 # **Question.** The article wishes for kernels that take any length, so that AnyRes keeps its resolution at the speed of fixed
 # shapes. How fast can AnyRes be today?
 #
-# **Is one length faster by itself?** Images stay, one a step. Rows are as long as they come (*blocks compiled*) or padded to one
+# **Is one length faster by itself?** One full image a step. Rows are as long as they come (*blocks compiled*) or padded to one
 # length (*padded*). Both get the same images, cut beforehand, and no block is computed again: don't compare with section 3's
-# times. The cell also measures the ladder below. Compare ms for 1,000 computed tokens; *useful tokens* is a share.
+# times. Compare ms for 1,000 computed tokens; *useful tokens* is a share.
 
 # %%
 uniform.release_weights()
@@ -544,7 +548,7 @@ lab.verdict("A2.fixed.cause")
 # Padded rows took 8 % less a computed token on the H200, within BF16's noise. A third of their tokens is padding: useful tokens a
 # second fall by 26 %.
 #
-# **Technique.** First, no padding: several examples share a row, and a mask keeps them apart.
+# **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
 
 # %%
@@ -571,8 +575,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Positions start anew with each example.
 #
-# **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: never all logits, one number
-# for each token and each of 32,064 words.
+# **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
+# a token, never exist all at once.
 
 
 # %%
@@ -603,7 +607,7 @@ for loss in losses.values():
 # %% [markdown]
 # **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
 # takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only, and needs no
-# chunks. Hollow markers: less than BF16's own noise, here on every rung.
+# chunks. Hollow: the gain over the rung above isn't clear of noise.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -629,10 +633,10 @@ lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
 # So how fast? Per 1,000 useful tokens *blocks compiled* takes 69.6 ms where the plain loop takes 129, and keeps all pixels.
-# *packed* takes 61.5, with four times the tokens a step, logits of answers only, and 59 GB in place of 27. *fixed* wasn't run in
-# this way, so whether AnyRes reaches its speed is open.
+# *packed* takes 61.5 and 59 GB in place of 27. But its step has four times the tokens, and logits of answers only. *fixed* wasn't
+# run in this way, so whether AnyRes reaches its speed is open.
 #
-# **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, where BF16's own noise is −30 to
+# **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, beyond BF16's own noise of −30 to
 # +13 %.
 
 # %% [markdown]
@@ -665,7 +669,7 @@ def in_fp8():
 
 
 # %% [markdown]
-# The article gave up on the vision tower: FP8 takes rows in multiples of 8, and a tile has 577.
+# The article left out the vision tower: FP8 takes multiples of 8 rows, and one tile has 577, one of them the class token.
 
 # %%
 refusal = {"experiment": "fp8-te vision"}
@@ -805,11 +809,11 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* leaves one between steps; within a step both copies
-# exist. Lab 05's *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's
-# model took 8.1 GB with it, 10.4 with *fp8-frozen*.
+# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* leaves one between steps; within a step wasn't
+# measured. Lab 05's *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section
+# 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*.
 #
-# FP8 was probably slower here. Section 3's *fp8-te* was faster, with six times as many tokens a step.
+# FP8 was slower here; section 3's *fp8-te*, with six times the tokens, was probably faster.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -868,9 +872,9 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# With random weights the `tiny` model trains, ten steps as in the article. BF16's seeds ended between 6.25 and 6.49 on the H200,
-# 3.8 % apart: more than 2 %. Seed by seed each method ends within 0.12 % of BF16. So small a model can judge none of the
-# article's numbers.
+# The `tiny` model trains, ten steps as in the article. BF16's seeds ended between 6.25 and 6.49 on the H200, 3.8 % apart: more
+# than the article's 2 %, and less than its 14. Seed by seed each method ends within 0.12 % of BF16. It can't judge the article's
+# numbers.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -885,8 +889,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 #
 # The article's step times are computed from its break-even counts (`lab06_advisor.py`).
 #
-# **Your prediction:** by the article's own numbers fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and
-# 0.579. From which step on is the one without FP8 ahead?
+# **Your prediction:** computed this way, fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579.
+# From which step on is the one without FP8 ahead?
 
 # %%
 my_overtaking: float | None = None  # for example 220
@@ -946,7 +950,7 @@ looks |= {"fixed": ("C4", "-"), "fixed-fp8-te": ("grey", "--")}
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# The chart doesn't follow. Its limits, 135 and 220 steps, are where a method overtakes *BF16*. It would have to overtake the
+# The chart doesn't follow. Its limits, 135 and 220, are the break-even counts against *BF16*. A method would have to overtake the
 # fastest: FP8 alone until about 150 steps, then FP8 with fixed shapes, until about 770.
 
 # %%
@@ -969,11 +973,11 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *fixed* compiles its blocks in 8 s here, the article's model in 106. So it is probably ahead from step six on. On record, at
-# batch 1, *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains 1.5 times
-# its useful tokens a second.
+# Here *fixed*'s first step takes 8 s, in the article 106. So it is probably ahead from step six on. On record, at batch 1,
+# *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains 1.5 times its
+# useful tokens a second.
 #
-# **Takeaway.** Advice depends on the card, the batch and the number of steps.
+# **Takeaway.** Advice depends on card, batch and number of steps.
 
 # %% [markdown]
 # ## Exercises

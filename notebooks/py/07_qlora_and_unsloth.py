@@ -19,11 +19,11 @@
 # # Lab 07 · QLoRA and unsloth
 #
 # Article A3 fine-tunes language models of 8 to 120 billion parameters: with LoRA, with QLoRA, which holds the frozen weights in 4
-# bits, and with unsloth, a library that replaces much of the training code. You write the 4 bits by hand, build QLoRA as its users
-# do, take it apart, and hold the course's recipe against unsloth.
+# bits, and with unsloth, a library that replaces much of the training code. You write the 4 bits by hand, build QLoRA as its
+# users do, take it apart, and compare the course's recipe with unsloth.
 #
 # **After this lab you can**
-# - quantise weights to 8 and 4 bits, bit for bit as bitsandbytes does;
+# - quantise weights to 8 and 4 bits as bitsandbytes does, NF4 bit for bit;
 # - set up QLoRA with transformers, PEFT and bitsandbytes, and say what each line changes;
 # - compute what restoring 4-bit weights costs a GPU, and see what that leaves open;
 # - send activations to the host in six lines;
@@ -193,7 +193,7 @@ ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 plt.show()
 
 # %% [markdown]
-# **Prediction.** Both in blocks of 64: by how many percent is NF4's error smaller than INT4's?
+# **Prediction.** Both in blocks of 64: by how many percent is NF4's error smaller than INT4's, 15 even levels from −7 to 7?
 
 # %%
 my_gain: float | None = None  # for example 30
@@ -220,8 +220,8 @@ assert torch.equal(restored, bnb.dequantize_4bit(library, state))
 print("bytes, constants and restored weights: bitsandbytes', bit for bit")
 
 # %% [markdown]
-# The constants take 32/64, half a bit a weight. *Double quantisation* holds them in 8 bits as well: their mean is taken off, and
-# each 256 share one constant. The 256 levels are a floating-point format of bitsandbytes' own.
+# The constants take 32/64, half a bit a weight. *Double quantisation* puts these in 8 bits: their mean is subtracted, and each
+# 256 share one constant. The 256 levels are a floating-point format of bitsandbytes' own.
 
 # %%
 levels8, mean = bnb.create_dynamic_map(), peaks.mean()
@@ -235,7 +235,7 @@ own = (levels8[double.absmax.view(-1, 256).int()] * peaks8 + mean).view(-1, 1)
 assert torch.equal((nf4[codes] * own).view_as(W), bnb.dequantize_4bit(library, double))
 
 # %% [markdown]
-# On a CPU bitsandbytes takes the code next to the nearest for two in a thousand constants.
+# On a CPU bitsandbytes takes another code for two in a thousand constants.
 
 # %%
 one_codes, one_peak = nearest(int4, W.view(1, -1))
@@ -263,16 +263,17 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
 # The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
-# block's largest weight gets the last level. So levels are stretched, and codes near zero too frequent.
+# block's largest weight gets an end level. So levels are stretched, and codes near zero too frequent.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh. Doubly quantised, a weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, partly because our INT4 leaves one of 16 codes
+# idle. Doubly quantised, a weight takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
 #
 # **Question.** Which lines make a model QLoRA, and what does each change?
 #
-# **Technique.** A real Qwen3 in small stands in for `"Qwen/Qwen3-8B"`.
+# **Technique.** A tiny random Qwen3 stands in for `"Qwen/Qwen3-8B"`.
 
 # %%
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -312,8 +313,8 @@ print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
 # The config asks for NF4, double quantisation and BF16 products. `prepare_model_for_kbit_training` turns checkpointing on, and
-# embedding, norms and head into float32. So "QLoRA against LoRA" compares three changes: format, checkpoints, float32. The course's
-# loop trains the same layers:
+# casts embedding, norms and head to float32. So "QLoRA against LoRA" compares three changes: format, checkpoints, float32. The
+# course's loop trains the same layers:
 
 
 # %%
@@ -334,8 +335,8 @@ lab.keep(Run("07", "nf4 layer", metrics=same))
 print(f"The layer is {difference:.2%} off the product with its restored weight.")
 
 # %% [markdown]
-# Nothing is multiplied in 4 bits. The weight is restored to 16 bits before each product: in the forward pass, in the backward
-# pass, and in the forward pass that a checkpoint repeats.
+# Nothing is multiplied in 4 bits. The weight is *restored*, dequantised, to 16 bits before each product: in the forward pass, in
+# the backward pass, and in the forward pass that a checkpoint repeats.
 #
 # A few lines of ours, then TRL's trainer on the same batch:
 
@@ -403,13 +404,13 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 # %% [markdown]
 # ## 4 · What 4 bits alone cost
 #
-# **Question.** Lab 06's step probably got longer with 4-bit weights. The article blames dequantising. How long does that take?
+# **Question.** The article blames dequantising for QLoRA's longer step. How long does it take, on the GPU and on the host?
 #
 # **Technique.** Restoring $n$ weights reads 4.127 bits each and writes 16. Bytes over bandwidth:
 #
 # $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
 #
-# Which $B$ does the kernel reach on one large matrix? And how long does the host take to launch it?
+# Which $B$ does the kernel reach on one large matrix? And what does a 4-bit layer cost the host?
 
 
 # %%
@@ -459,10 +460,9 @@ my_bits: float | None = None  # for example 20
 lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
-# **Measurement.** Two recipes take the same packed rows, and differ in the format of the frozen weights alone
-# (`lab07_qlora.PACKED`). PEFT's LoRA layer for plain weights casts its input to float32 and back, the one for 4-bit weights
-# doesn't. So both have adapters without casts. A trace of each gives the sum of its kernels, and of those that restore weights.
-# So does one of lab 06's QLoRA, which uses each weight thrice.
+# **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Both have packed rows, a
+# loss by chunks, no checkpoints, and adapters without PEFT's casts to float32. Each weight is restored twice. Traces give the
+# kernels' sum; a third one, of lab 06's QLoRA with checkpoints, tests three uses.
 
 # %%
 with Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True) as bench:
@@ -498,13 +498,13 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 the format alone made the step 20 ms longer: 5 %, by the rounds 4 to 10.
+# On the H200 the format alone made the step 20 ms longer: 5 %, interval 4 to 10.
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
-# - *Host:* its 50 ms hardly show. The GPU is busy 94 % of the time, so the host runs ahead.
-# - *LLaVA*, lab 06's model: kernels 26 ms, host 66. The 66 count where the host sets the pace.
+# - *Host:* its 50 ms hardly show: the GPU's gaps grow from 22 to 25 ms.
+# - *LLaVA:* 26 ms by trace, 24 by formula. The host's 66 ms, estimated from forward calls, count where the host sets the pace.
 #
-# **Takeaway.** Restoring explains what 4 bits add to a busy GPU. The formula is some 10 % low.
+# **Takeaway.** Restoring takes 17 of the 20 ms that 4 bits add. The formula is 8 to 10 % low.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -549,8 +549,8 @@ print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same 
 
 # %% [markdown]
 # 4.2 MB are the inputs of eight blocks; what lies inside isn't kept. These copies stop the GPU. The course's `Parking`
-# (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor while the block
-# behind it is computed.
+# (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor one block before it
+# is needed.
 #
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
@@ -586,14 +586,12 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 575 ms longer than LoRA's, 62 % by the two
 # steps:
 #
-# - 357 ms are checkpoints. With checkpoints in both, QLoRA takes 17 % longer.
-# - 178 ms are other kernels: elementwise ones take 121 ms more, casts 33, restoring, the row *other*, 26. No run has float32
-#   alone.
+# - 357 ms are checkpointing, by the interval 350 to 507. With it in both QLoRA takes 17 % longer.
+# - 178 ms are kernels: elementwise ones take 121 ms more, casts 33, restoring, the row *other*, 26. No run has float32 alone.
 # - 40 ms are gaps.
 #
 # Memory fell from 102 to 30 GB: 68 by checkpoints, 4 by the rest of QLoRA. The format alone saved 10 in section 4. By their
-# shapes, embedding, head and checkpoints in float32 take back 5 of the 6 that are missing. Offloading saved 2.3 of 34.1 GB at no
-# time.
+# shapes, float32 embedding, head and checkpoints take 5 GB of the other 6. Offloading saved 2.3 of 34.1 GB for free.
 #
 # **Takeaway.** Change the format alone before you call it slow or small.
 
@@ -632,7 +630,7 @@ def load_with_unsloth(folder):
 # never does.
 #
 # **Prediction.** With $r = 8$, 3,444 tokens and the matrices of a block of Qwen3-8B, in the cell below, how many times the FLOPs
-# does the first order take, gradients included?
+# does the first order take, if A's and B's gradients are computed thin first?
 
 # %%
 my_order: float | None = None  # for example 10
@@ -698,8 +696,8 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # Against the usual QLoRA:
 #
-# - On long texts unsloth is worth a factor of two in time and more than three in memory. With packed rows it trains 1.6 times as
-#   many tokens again.
+# - On long texts unsloth is worth a factor of two in time and more than three in memory. Packed rows multiply its useful tokens a
+#   second by 1.6.
 # - On short texts it is worth two in memory, and probably over two in time. QLoRA's kernels take 208 of some 900 ms there: the
 #   host sets the pace, readings are noisy, and whether unsloth gains less is open.
 #
@@ -790,17 +788,16 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better. On the H200:
 #
-# - *Time a token:* ours takes 5 % less on the row that both timed. The 6 % by the table average in a faster row.
-# - *On another H200*, with a slower host, unsloth's packed step took 611 ms in place of 403, ours 378: compiled blocks leave the
-#   host less to do.
-# - *What brought it:* QLoRA as published trains 2,973 useful tokens a second. Packed rows, a loss by chunks, plain adapters and
-#   no checkpoints: 9,863 in 37 GB. Compiled, with checkpoints: 10,865 in 9.
+# - *Time a token:* ours takes 6 % less, interval 4 to 29; unsloth's noise is unknown.
+# - *On another H200*, with a slower host, unsloth's packed step took 611 ms in place of 403, ours 378. Why wasn't measured.
+# - *One change:* 4 bits add 20 ms to 395; compiling, in 16 bits, saves 119.
+# - *Several at once:* from QLoRA to *packed, 4 bits*, 2,973 to 9,863 useful tokens a second, rows, loss, adapters, forward pass
+#   and checkpoints all change. From *blocks compiled* to ours, 4 bits and checkpoints cost 101 ms and save 31 GB.
 # - *Memory:* 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
-# - With 40 GB to spend, *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 stands apart: it also rounds
-#   activations and gradients.
+# - In 39.7 GB *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 also rounds activations and gradients.
 #
-# **Takeaway.** Rows, loss and adapters bring the speed, compiled checkpoints the memory. Together they reach unsloth, with 1.5 GB
-# more.
+# **Takeaway.** On packed rows ours is as fast as unsloth, in 20 % more GB. Compiling pays for what 4 bits and checkpoints cost in
+# time.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -828,11 +825,11 @@ on_record = reference_runs("07").select(experiment="qwen3-32b").of_newest_host()
 lab.show([*larger.values()] or on_record, columns)
 
 # %% [markdown]
-# - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96. The sums gave 43
-#   to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints in float32 take 5 of the 7
-#   back.
-# - **Time:** QLoRA's step in the table is the mean of 7.5 and 5.1 s, so its GPU-busy is too low. Take the traced step: 5.1 s, 18
-#   % more than LoRA's 4.3. Its kernels take 615 ms more, restoring 111 of these, by formula 106.
+# - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96, by allocated
+#   tensors. The sums gave 43 to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints
+#   in float32 take 5 of the 7 back.
+# - **Time:** QLoRA's two steps took 7.5 and 5.1 s: too unsteady for a percentage. Its kernels take 615 ms more than LoRA's 4,248,
+#   14 %; restoring takes 111.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 

@@ -18,16 +18,16 @@
 # %% [markdown]
 # # Lab 09 · Precision and memory
 #
-# Article A4 is a guide: enable this, use that. It has no measurement. Here each piece of its advice becomes a switch of a real
-# training loop. You try the switch, predict what it does, and see it flipped alone. Then you take the memory of a training step
-# apart, and compute its peak without a card.
+# Article A4 is a guide: enable this, use that. It has no measurement. Here parts of its advice become switches of a real training
+# loop. You predict what two of them do, and see all flipped. Then you take the memory of a training step apart, and compute its
+# peak without a card.
 #
 # **After this lab you can**
 # - train with autocast and a GradScaler, and say what they do to the numbers;
 # - say which TF32 switch is on, and what it does to memory;
 # - trade time for memory by checkpointing and accumulation;
 # - flip one switch at a time, and tell an effect from noise;
-# - predict a step's peak memory from shapes alone;
+# - predict a step's peak memory before it runs;
 # - recover from an out-of-memory error.
 #
 # | scale | needs | time |
@@ -36,7 +36,7 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 80 GB | 4 minutes |
 #
-# A CPU computes in float32 here, so it has fewer switches. On a CPU the H200's tables follow your own.
+# A CPU has fewer switches. On a CPU the H200's tables follow your own.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -86,9 +86,8 @@ if device == "cpu":
 # **Question.** Which advice shortens the step, which saves memory, and what does it cost?
 #
 # The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in the
-# times. *base* is the article's mixed precision, with the frozen weights in 16 bits, too; *float32* is the same loop without it
-# and without TF32, a rounding that section 2 explains. Every other row flips one switch of one of these two; *tf32* flips both of
-# TF32's.
+# times. *base* is the article's mixed precision, with the frozen weights in 16 bits, too. *float32* has neither that nor TF32, a
+# rounding that section 2 explains. Every other row changes one of these two; *tf32* flips both of TF32's switches.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
@@ -101,12 +100,12 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 #
 # - *step* is a median.
 # - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
-# - *floor* is the least time for all of the plain step's arithmetic at your card's measured rate, in the fastest format that the
-#   row permits anywhere.
+# - *floor* is the time of the plain step's FLOPs, counted without tricks such as Fourier transforms, at your card's measured rate
+#   in the fastest format that the row permits.
 # - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
-#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory have
-#   no noise.
-# - *here* is this page's run, on the H200, which was unsteady; *ours* is an earlier one.
+#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory
+#   hardly vary.
+# - *here* is this page's run on the H200, *ours* an earlier one; both were unsteady.
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -169,10 +168,10 @@ for name, found in {
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
-# No gradient of a *weight* became 0, and without a scaled loss they are still 15 % off on the H200. They are sums over gradients
-# of activations, and those are tiny here: below 1e-6, where FP16 has only steps of 6e-8. Some become 0, which is *underflow*; the
-# others are rounded coarsely. On a CPU we rounded only these gradients: each of the two by itself made the sums 14 % wrong. A
-# scaled loss cures both. BF16 has float32's range and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
+# At most one *weight*'s gradient became 0, and without a scaled loss they are still 15 % off on the H200. They sum gradients of
+# activations. With the loss times 0.01, as here, those are below 1e-6, where FP16 has steps of 6e-8. Some become 0, which is
+# *underflow*; others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range and needs
+# no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
 # BF16, with three bits fewer?
@@ -183,8 +182,8 @@ my_error: float | None = None  # for example 1
 lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %% [markdown]
-# **Measurement.** One batch through the real UNet in each form, the same weights and noise. *Throughout* has no autocast: norms,
-# sums and adapters have inputs and results in 16 bits, too.
+# **Measurement.** One batch through the full UNet. Each form rounds the frozen weights and the noise, too. *Throughout* has no
+# autocast: norms and sums compute, and adapters are stored, in 16 bits, too.
 
 # %%
 numbers = lab.keep(numerical_effects(unet))
@@ -196,12 +195,11 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 # %% [markdown]
 # BF16's error, 1.08 %, is 7.8 times FP16's: nearly $2^3$.
 #
-# In the UNet 31 % of the gradients became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
+# Of the adapters' gradients 31 % became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
 # float32's than *throughout*'s. That is one batch of a model with random weights, and the loss factors differ: $2^{16}$ with
 # autocast, $2^{10}$ without.
 #
-# **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32? On a CPU it
-# is scored against the H200.
+# **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32?
 
 # %%
 my_precision: float | None = None  # for example 50
@@ -215,10 +213,10 @@ lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
 # On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
-# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. Bytes, small kernels or the *host*, the CPU
-# that launches each kernel, may be: section 3 looks at that.
+# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. The limit may be bytes, small kernels or the
+# *host*, the CPU that launches kernels: see section 3.
 #
-# **Takeaway.** Compare one gradient before you trust a format: it takes a second.
+# **Takeaway.** Compare one gradient before you trust a format.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -296,8 +294,8 @@ lab.verdict("A4.memory.mixed-precision")
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB for its Fourier transforms, and 0.16 GB
 #   with TF32.
-# - Such a workspace is needed for a moment, and only in some layers. With TF32 the peak comes when most activations are kept. So
-#   the two peaks probably come at different moments, and the 48 GB are no workspace.
+# - *tf32*'s peak, 17.5 GB, probably comes at another moment, when most activations are kept. So the difference of the peaks need
+#   not be the workspace's size.
 # - FP16 saves 83 % against the one peak and 34 %, 6.0 GB, against the other. Some 2 of the 6 are the frozen weights: autocast
 #   alone leaves these in float32.
 #
@@ -385,12 +383,12 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
-# take 124. So launches set the time, and hardly examples: the host is too slow, or the kernels are too small to fill the GPU. Lab
-# 02's trace would tell which.
+# take 124. So batches of 1 and 8 take about as long: probably the host launches too slowly, or the kernels are too small for the
+# GPU. Lab 02's trace would tell which.
 #
-# *Checkpointing* takes 52 to 117 % longer: more than the arithmetic's 50. Launching the forward pass twice explains a part.
-# *Selective* checkpointing keeps the results of products. It was probably slower still. A suspect for both is Python, which runs
-# around each block, and in *selective* asks for each operation whether to keep its result. You write that with `checkpoint(...,
+# *Checkpointing* took about twice as long. With this noise it may be no more than the arithmetic's 50 %. If the host sets the
+# pace, that limit doesn't hold. *Selective* checkpointing keeps the results of products, and took longer still. One suspect:
+# before each operation it asks Python whether to keep the result. You write that with `checkpoint(...,
 # context_fn=partial(create_selective_checkpoint_contexts, policy))`.
 #
 # **Takeaway.** Both checkpointing and accumulation lower the memory for activations. Accumulation probably costs far more time
@@ -401,9 +399,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 #
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
-# **Technique.** Layout and autotuner must leave the result as it is, and so must a fused AdamW. bitsandbytes' AdamW keeps its
-# moments in 8 bits. Its result may differ a little. The row *cudnn.benchmark* also permits TF32, only to make cuDNN choose anew;
-# FP16 doesn't use TF32.
+# **Technique.** Layout, autotuner and a fused AdamW may change the result by rounding only. bitsandbytes' AdamW keeps its
+# *moments*, running averages of each gradient and its square, in 8 bits. Its result may differ a little. The row
+# *cudnn.benchmark* also permits TF32, only to make cuDNN choose anew; FP16 doesn't use TF32.
 
 # %%
 import bitsandbytes as bnb
@@ -438,19 +436,20 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# So the list comes to this on our H200, an unsteady machine:
+# So the list comes to this on our H200. Times are this run's medians, and no verdict is drawn from them:
 #
 # | advice | step | peak, GB |
 # |---|---|---|
-# | FP16 in place of PyTorch's default | probably shorter: 338 to 124 ms | 17.5 to 11.5 |
-# | TF32 by both switches in place of none | probably shorter: 578 to 262 ms | 65.9 to 17.5 |
-# | checkpointing | probably longer, about twice | 11.5 to 4.34 |
-# | selective checkpointing | probably longer, about 3 times | 11.5 to 7.68 |
-# | accumulation | probably longer, about 8 times | 11.5 to 3.33 |
+# | FP16 in place of PyTorch's default | 338 to 124 ms | 17.5 to 11.5 |
+# | BF16 in place of FP16 | 124 to 123 ms; no scaler, 7.8 times the gradient's error | 11.5, the same |
+# | TF32 by both switches in place of none | 578 to 262 ms | 65.9 to 17.5 |
+# | checkpointing | 124 to 230 ms | 11.5 to 4.34 |
+# | selective checkpointing | 124 to 380 ms | 11.5 to 7.68 |
+# | accumulation | 124 to 965 ms | 11.5 to 3.33 |
 # | layout, autotuner, fused, 8 bits | not decided | at most 0.1 less |
 #
-# - *Layout* and *autotuner* aim at the kernels. Where the host sets the pace, that shortens no step. Try them again after
-#   capturing the step (lab 04).
+# - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
+#   the step (lab 04).
 # - The two forms of *AdamW* can save few bytes here: they update a thousandth of the weights. Where all weights are trained, the
 #   moments take twice the weights' bytes, and 8 bits save three quarters of them.
 #
@@ -522,16 +521,17 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# Here all weights are trained, so the peak lies in the update: weights, gradients and two moments are 4 × 8.4 MB, temporaries
-# 2.1. With LoRA it comes at the end of the forward pass, or in the backward pass. The course's predictor does this with its own
-# training code, and adds what shapes don't tell:
+# The numbers on *meta* are the same within 1 %. In this *first* step of all weights the update is the peak: weights, gradients
+# and two moments are 4 × 8.4 MB, temporaries 2.1; the batch isn't counted. From the second step on the moments, 16.8 MB, are
+# there from the start. Then, with gradients freed between steps, the backward pass is the peak: 33.6 + 16.8 = 50.4. So plan with
+# the second step, as the formula does. The course's predictor runs its own training code, and adds what shapes don't tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
-# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two things make
-# activations on a GPU and not on the meta device: autocast copies to 16 bits, and a fused attention kernel keeps a number for
-# each row. Both are counted. The last term is cuBLAS's workspaces on Hopper, one for each of two threads. cuDNN's are not
-# predicted, section 2 says why.
+# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two activations exist
+# on a GPU and not on *meta*: autocast's copies in 16 bits, and a number for each row from fused attention. The predictor adds
+# both. The last term is cuBLAS's workspaces on the H200, one for the forward pass's thread and one for autograd's. cuDNN's are
+# not predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -579,16 +579,16 @@ lab.verdict("A3.qlora.states-small")
 # The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low, perhaps
 # cuDNN's workspaces. The other six are at most 0.3 % off.
 #
-# Weights are there all the time. Gradients and moments are too thin to be seen: only adapters have them.
+# Gradients and moments are too thin to be seen: only adapters have them.
 #
 # - *Everything kept:* activations pile up in the forward pass and go in the backward pass, so the peak lies between the two.
 # - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again. In Stable
 #   Diffusion one hump is the peak.
-# - *Qwen3:* the peak is at the *logits*, a number for each token and each word, and its copies in float32. Checkpointing can't
-#   shrink them. Lab 06's chunked loss can.
+# - *Qwen3:* the peak is at the *logits*, a number for each token and word, and their float32 copies. Checkpointing can't shrink
+#   them. Lab 06's chunked loss can.
 #
-# On a GPU *peak* is the allocator's counter, workspaces included. The two phases come from its list of allocations, and lie up to
-# 0.03 GB lower. The next cell predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
+# The two phases come from the allocator's list, and lie up to 0.03 GB below its counter. The next cell predicts Stable Diffusion
+# 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
@@ -598,7 +598,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is 1 % too high, where batch 4's was too low.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is a little too high, batch 4's was too low.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
 
@@ -662,8 +662,8 @@ my_gb = None  # two numbers, for example (8, 5)
 print(check("09.1", my_gb))
 
 # %% [markdown]
-# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. Memory is a line over the batch. The card has 80 GB, and a
-# tenth of it should stay free. Which batch is the largest?
+# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. Memory is linear in the batch. The card has 80 GB, and a tenth
+# of it should stay free. Which batch is the largest?
 
 # %% tags=["exercise"]
 my_start = None  # a whole number

@@ -35,8 +35,8 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 40 GB | 6 minutes |
 #
-# Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. The text's numbers are those of the recorded
-# page, one H100: *the recorded H100*. *Our H100* and *ours* are others.
+# Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. The text's numbers come from *the recorded
+# H100*. *Our H100* and *ours* are other runs.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -95,8 +95,10 @@ folder.mkdir(parents=True, exist_ok=True)
 # **Question.** How long does one core take to turn a file into pixels, and how does that depend on the format?
 #
 # **Technique.** The same picture of 1080 × 1080 pixels, saved in three formats, decoded again with the clock running. PNG loses
-# nothing. JPEG and WebP drop what the eye hardly sees. Before you look below the cell, write down how many times as long a PNG
-# takes as a JPEG.
+# nothing. JPEG and WebP drop what the eye hardly sees.
+#
+# **Your prediction, before you run the next cell:** how many times as long does a PNG take as a JPEG? Fill in the cell of
+# `my_formats` below, and run it first.
 
 
 # %%
@@ -126,8 +128,7 @@ for codec in ({"format": "PNG"}, {"format": "JPEG", "quality": 90}, {"format": "
 assert (to_pixels(files[0].read_bytes()) == decoded(files[0].read_bytes())).all()
 
 # %% [markdown]
-# **Your prediction:** the number that you wrote down, for all pictures. In the files WebP's quality is 90, so they are larger
-# than the one above.
+# Now all pictures. In the files WebP's quality is 90, so they are larger than the one above.
 
 # %%
 my_formats: float | None = None  # for example 2
@@ -171,11 +172,11 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# On this page's H100 a PNG took 7.4 times as long as a JPEG. These pictures are drawn, and compress better than photographs do.
+# On the recorded H100 a PNG took 7.4 times as long as a JPEG. These pictures are drawn, and compress better than photographs do.
 # The verdict waits for section 3, which measures the machine's noise.
 #
-# **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 180 times as much for
-# PNG, 93 times for JPEG. Section 2 reads from the disk.
+# **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 181 times as much for
+# PNG, 93 for JPEG, and 25 for JPEG by the GPU. Section 2 reads from the disk.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -203,10 +204,10 @@ with lab.attempt("forgetting files"):
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
 # %% [markdown]
-# Some disks keep a cache of their own, and some systems decline to forget. So the percentage holds for this disk and these
-# files only. The article's advice is about slow storage, a network's for example, which is not tested here. To test yours, put
-# `from pathlib import Path` and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line
-# `files, side = …`, and run on from there.
+# Some disks keep a cache of their own, and some systems decline to forget. Then a faster disk saves more than this percentage.
+# The article's advice is about slow storage, a network's for example, which is not tested here. To test yours, put `from pathlib
+# import Path` and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`,
+# and run on from there.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
 # when it is read, and drops it when memory is short, so a dataset may be larger than memory. That, and a map that isn't in the
@@ -249,9 +250,9 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 #
 # **Question.** When does a faster decoder, a cache or another worker shorten the step?
 #
-# **Technique.** Lab 03's formula. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes $r +
-# c$, with $w$ workers $\max(c, r / w)$, as long as there are cores for them. A faster decoder and a cache lower $r$. Another
-# worker raises $w$. Nothing here makes a step shorter than $c$.
+# **Technique.** Lab 03's formula. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes at most
+# $r + c$, with $w$ workers $\max(c, r / w)$, given enough cores. A faster decoder and a cache lower $r$. Another worker raises
+# $w$. Nothing here makes a step shorter than $c$.
 
 
 # %%
@@ -264,9 +265,7 @@ for r in (160, 40, 4):
 
 # %% [markdown]
 # **Measurement.** Stable Diffusion, with its encoders, is trained without workers from PNG, JPEG, the map and memory, then with
-# several from PNG and the map. PNG is measured twice in each round. If the interval of *PNG, again* reaches more than 3 % from
-# 1.00x, every time in this lab is *inconclusive*, also those of sections 1 and 4, which have no repeated base. Here it is 0.82 to
-# 1.05x. Read the direction of a sevenfold change, not its size.
+# several from PNG and the map. PNG is measured twice in each round.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
 # $r$ is 238 ms for four PNGs, and $c$ is 162 ms.
@@ -320,27 +319,34 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# On the H100 the loop waits $r$ = 238 ms for four PNGs. $c$, the rest of a step from memory, is 162. Four workers and the map
-# each remove nearly all of the waiting: 173 and 172 ms in place of 383. For the map the formula says 58 % shorter; by the two
-# steps it is 55 %. Both together gain nothing more that shows: 171 ms.
+# *PNG, again* is the same loop as *PNG*, so its interval, 0.82 to 1.05x, is noise. As it reaches more than 3 % from 1, every
+# verdict on a time in this lab is *inconclusive*. Of a large change trust the direction only. The formula, with $c$ = 162 ms, *in
+# memory*'s step without its waiting:
+#
+# | form | by the formula, ms | measured, ms |
+# |---|---|---|
+# | PNG | 238 + 162 = 400 | 383, again 405 |
+# | JPEG | 101 + 162 = 263 | 259 |
+# | memory map | 6 + 162 = 168 | 172 |
+# | PNG, 4 workers | max(162, 238 / 4) = 162 | 173 |
+# | memory map, 4 workers | max(162, 6 / 4) = 162 | 171 |
+#
+# Workers or the map remove nearly all waiting; both together show no more. With four workers the map would gain only if $c$ fell
+# below 60 ms.
 #
 # What the rows of section 3's table say:
 #
-# - **Workers:** four make PNG's $r / w$ 60 ms, below $c$. So converting gains nothing beside them. It would if another fix
-#   brought $c$ below 60 ms.
 # - **Decoding:** the loop waits 59.5 ms for one PNG and 25.3 for one JPEG. Decoding is 39.7 and 5.4 of these. The other 20 are
-#   probably resizing and conversion. The map saves these, too, but for the conversion to a tensor.
-# - **GPU:** a JPEG in 0.7 ms, a core 5.4. So it decodes about 7 times as fast. It wasn't in the loop: there it would lower $r$,
-#   and take time of the GPU that trains.
+#   probably resizing and conversion. With the map 1.4 ms of all this are left.
+# - **GPU:** a JPEG in 0.7 ms, a core 5.4, so 16 cores 0.34 at best. It wasn't in the loop: there it would lower $r$, and take
+#   time of the GPU that trains.
 #
 # Details and limits:
 #
-# - *Speed-up* is the median of the rounds' own ratios, and so are the verdicts' percentages. *Waiting* is a part of the step;
+# - *Speed-up* is the median of the rounds' own ratios, and so is the cache verdict's percentage. *Waiting* is a part of the step;
 #   *floor* is the least time for its arithmetic.
 # - In the picture a bar spans the 10th to the 90th percentile. The line without workers is no independent test: its $r$ was
 #   measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and *memory map*.
-# - With workers a line is flat, at $c$, up to $r = wc$. Right of that the step waits. The line of four workers bends at 648 ms,
-#   outside the picture. So only its flat part was tested: its two points lie 9 and 11 ms above it, and their bars reach it.
 #
 # **In your own loop:**
 #
@@ -355,16 +361,16 @@ with lab.attempt("the law's picture"):
 # c = median(ms(step) for _ in range(20))
 # ```
 #
-# **Takeaway.** Measure $r$ and $c$ first. Where $r / w$ is below $c$, as in both rows with workers, a faster format gains
-# nothing. Where it is above, a step takes at least $r / w$: section 5 has such a script, and it took 1.7 to 1.8 times as long.
+# **Takeaway.** Measure $r$ and $c$ first. Where $r / w$ is below $c$, as in both rows with workers, a faster format showed no
+# gain. Where it is above, a step takes at least $r / w$; that wasn't tested here, but in section 5.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
 #
 # **Question.** The article sets `OMP_NUM_THREADS`, which "prevents oversubscription". What happens without it?
 #
-# **Technique.** PyTorch's operations on a CPU use as many threads as there are cores. Eight processes on 16 cores then start 128
-# threads, which push each other off the cores. In its workers DataLoader sets PyTorch to one thread. Processes that you start
+# **Technique.** PyTorch's operations on a CPU use as many threads as there are cores. Eight processes on 16 cores may then start
+# 128 threads, which compete for the cores. In its workers DataLoader sets PyTorch to one thread. Processes that you start
 # yourself keep all of theirs.
 
 # %%
@@ -408,8 +414,8 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# Eight processes resized 76 images a second as they come, 562 with one thread each; on our H100 78 and 646. Each was measured
-# once: the brackets are an assumed ±3 %.
+# Eight processes resized 76 images a second by default, 562 with one thread each; on our H100 78 and 646. One run each; the
+# brackets' ±3 % is assumed, and too small.
 #
 # **Question.** What do CUDA's two variables do, and what does the first cost?
 #
@@ -446,8 +452,8 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
 # Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. Each
-# value had one run of six steps, so the size is rough. A micro-batch takes 646 / 4 = 162 ms, as long as section 3's of four
-# images: probably the host sets the pace.
+# value had one run of six steps, so the size is rough. A micro-batch takes 646 / 4 = 162 ms, section 3's of four images 171 to
+# 173: probably the host sets the pace.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
 # `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -534,10 +540,9 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # promised step was 6.5 ms. The measured one was 11.2 to 11.8 ms, 1.7 to 1.8 times as long. The shares saved, 94 and 89 %, look
 # alike, so compare the steps that remain. Why longer?
 #
-# - A part is the script's own: when its `for` loop ends, Python waits for the 16 workers to end, and only then does the script read
-#   the clock. Over the 64 steps that it times, the whole gap is 0.3 s. How much of it is that ending was not measured.
-# - The formula also assumes that 16 workers and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.0 = 52
-#   workers. So lower $r$ instead. From a map of these small pictures an example should take no more than section 2's 0.25 ms.
+# - The script's clock also includes the end of the 16 workers. The whole gap is 0.3 s over 64 steps; that part wasn't measured.
+# - The formula also assumes that 16 workers and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.03 =
+#   51 workers. So lower $r$ instead. From a map of these small pictures an example should take no more than section 2's 0.25 ms.
 #   Then $r$ is about 0.5 ms for its two examples, and the step 2.5 without a worker. The tool didn't propose it, and we didn't
 #   measure it: try it.
 #
@@ -545,11 +550,10 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 #
 # **Measurement.** The same test on the course's own loop, article A1's stock script: FP16, four micro-batches of one image, no
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
-# (`labutils/tools/ablations.py`). The fixes were chosen before measuring, so proposals of the tool that nobody chose aren't
-# tested:
+# (`labutils/tools/ablations.py`). We chose these four before measuring:
 #
-# - *Workers* reads images beside the training, one worker being enough as $r$ is below $c$, and *caching* keeps the encoders'
-#   outputs: it saves their work as well as decoding.
+# - *Workers* reads images beside the training, one worker being enough as $r$, here 59.5 ms, is below $c$, and *caching* keeps
+#   the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
 # - *Batch size* trains four images at once, not one after the other.
 #
@@ -577,8 +581,10 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 #
 # What they say:
 #
-# - In all 18 rows the predicted step is off by −26 to +32 %. Capturing promised too much in all three runs of Stable Diffusion.
-# - In five of the six runs the medians kept the predicted order. Three of these compare two fixes only.
+# - In 17 of 18 rows the predicted step is off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %.
+#   Capturing promised too much in all three runs of Stable Diffusion; it changes three settings, so the table can't say which
+#   falls short.
+# - Where units agree and rounds are steady, three of four runs kept the predicted order, one of them with two fixes only.
 # - So trust a diagnosis for a rough order, not for the gain. In the first table workers and caching changed places, but their
 #   measured ranges overlap. Gains don't add up: what one fix has saved, the next can't save again.
 #

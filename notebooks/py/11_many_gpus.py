@@ -18,7 +18,7 @@
 # %% [markdown]
 # # Lab 11 · Many GPUs
 #
-# Article A4 gives distributed training a paragraph and no number. Here one script runs as several processes. You work out the
+# Article A4 has advice on distributed training, and no measurement. Here one script runs as several processes. You work out the
 # least that its step takes, and measure what it really takes. A *rank* is one of the processes that train together, one a GPU.
 #
 # **After this lab you can**
@@ -90,9 +90,9 @@ torchrun = partial(lab11_distributed.torchrun, Path(place.name), ranks=count, de
 #
 # **Technique.** `torchrun` starts the script N times and tells each process its number. The ranks meet in a *process group*: over
 # NCCL between GPUs, over gloo between CPUs. A few *collectives* make up all that they do together. In an *all-reduce* each rank
-# brings a tensor, and each gets the sum. A ring of N ranks does it in two halves: each rank first gets the sum of its own $1/N$
-# (*reduce-scatter*), then all pass these on (*all-gather*). Each half sends $(N-1)/N$ of the message over each link. The bytes of
-# both halves over the time are the *bus bandwidth*. For two ranks, both halves together are as many bytes as the message has.
+# brings a tensor, and each gets the sum. A ring of N ranks does it in two halves: each rank first gets $1/N$ of the sum
+# (*reduce-scatter*), then all exchange these (*all-gather*). Each half sends $(N-1)/N$ of the message over each link. The bytes
+# of both halves over the time are the *bus bandwidth*. For two ranks, both halves together are as many bytes as the message has.
 
 
 # %%
@@ -124,8 +124,8 @@ def timed_all_reduce(device):
 
 
 # %% [markdown]
-# `DistributedDataParallel`, or *DDP*, gives each rank the whole model. It averages the gradients while `backward()` runs. It
-# also gives every rank the weights of rank 0. One thing is left to this script: another share of the batch on each.
+# `DistributedDataParallel`, or *DDP*, keeps the whole model on each rank. It averages the gradients while `backward()` runs. It
+# also gives every rank the weights of rank 0. It doesn't share the batch: this script gives each rank another part.
 
 
 # %%
@@ -156,8 +156,8 @@ def ddp(device):
 
 
 # %% [markdown]
-# **Prediction.** What is the bus bandwidth of a message of 256 MiB here, in GB/s? Section 2 measures it. NVLink's data sheet
-# says 450 in one direction. A laptop's memory does about 20, and both processes copy through it.
+# **Prediction.** What is the bus bandwidth of a message of 256 MiB here, in GB/s? Section 2 measures it. NVLink's data sheet says
+# 450 in one direction. On a CPU it is far less: both processes copy through its memory.
 
 # %%
 my_bandwidth: float | None = None  # for example 100
@@ -191,8 +191,8 @@ for one, other in zip(weights_of_rank_0, network.parameters(), strict=True):
 print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
-# Small messages all take about the same time, the *latency*. A large one takes its bytes over the bandwidth. The larger it is,
-# the nearer it comes to the link's rate: 207 GB/s at 16 MiB on our H100s.
+# Small messages all take about the same time, the *latency*. A large one adds its bytes over the link's rate. The larger it is,
+# the less the latency counts: 207 GB/s at 16 MiB on our H100s.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, share the batch, start with `torchrun`. A real script also needs a
 # `DistributedSampler` with `set_epoch`, a seed of its own on each rank for noise and dropout, and logs and checkpoints from
@@ -224,8 +224,8 @@ def exposed_ms(ready_ms, sizes, send_ms):
 
 
 # %% [markdown]
-# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. Each rank has 16 examples
-# with LoRA, or 8 with *full*, all weights: the batch grows N times. What is it for DDP and Stable Diffusion with LoRA?
+# **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. Each rank has 16
+# examples with LoRA, or 8 with *full*, all weights: the batch grows N times. What is DDP's, for Stable Diffusion with LoRA?
 
 # %%
 my_efficiency: float | None = None  # for example 90
@@ -233,11 +233,11 @@ my_efficiency: float | None = None  # for example 90
 lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %% [markdown]
-# **Measurement.** The course's loop does it with Stable Diffusion and Qwen3, in one launch of
-# `labutils/training/launch_worker.py`. `register_post_accumulate_grad_hook` of each weight notes when its gradient is ready:
-# `lead_ms` is how long before the last one. `link.all_reduce_ms(bytes)` gives a message's time by the all-reduces that were timed
-# here. Each round goes through all of a case's runs: one process alone while the others wait, every rank *for itself* at once
-# with nothing between them, DDP, FSDP, and one process again.
+# **Measurement.** The course's loop trains Stable Diffusion and Qwen3, in one launch of `labutils/training/launch_worker.py`. A
+# hook on each weight, by `register_post_accumulate_grad_hook`, notes when its gradient is ready. `lead_ms` is how long before the
+# last gradient that was. `link.all_reduce_ms(bytes)` gives a message's time by the all-reduces that were timed here. Each round
+# goes through all of a case's runs: one process alone while the others wait, every rank *for itself* at once with nothing between
+# them, DDP, FSDP, and one process again.
 
 # %%
 runs: list[Run] = []
@@ -264,17 +264,19 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# On two H100s, *here*, the largest message, 256 MiB, reached 297 GB/s, two thirds of the data sheet's 450. *Predicted* is the
-# bound. *Full* is the whole UNet, *qwen3-lora-long* an 8 B model.
+# *Here* are two H100s: 256 MiB reached 297 GB/s, two thirds of the data sheet's 450. *Ours* are two H200s of another host.
+# *Predicted* is the bound, *predicted from that* the same from *each for itself*. *sd15-lora, full* is the same UNet with all
+# weights trained, *qwen3-lora-long* an 8 B model.
 #
-# First the noise: one process, measured twice, differs by −14 to +3 % for the whole UNet and by 0 to +10 % for LoRA. So the
-# verdicts are *inconclusive*, and a few percent mean nothing here. *Ours* is two H200s of another host: an efficiency of 64 %
-# with all weights, and 90 % with LoRA.
+# Verdicts count examples a second: +56 % is an efficiency of (100 + 56) / 2 = 78 %. One process, measured twice, differs by −14
+# to +3 % for all weights and by 0 to +10 % for LoRA. So they are *inconclusive*; small differences mean nothing.
 #
-# - *LoRA:* 184 ms with every rank *for itself*, at once and with nothing sent, and 186 with DDP. No loss is visible.
-# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP: some 39 are lost. The bound said at least 0.1. By the measured
-#   rates, all messages alone, with nothing to hide them, take 14 ms. So the bytes can't be the whole cost.
-# - *Sharing one host:* 147 ms against *one process*'s 145, for Qwen3 415 against 408. No cost is visible.
+# - *LoRA:* 184 ms with every rank *for itself*, at once and with nothing sent, and 186 with DDP. A loss is too small to see. The
+#   H200s lost 10 %; why wasn't measured.
+# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP: 39 more. Against *one process* it is 41, by the interval 21 to
+#   44, before noise. The bound said at least 0.1. By the measured rates all messages alone take 14 ms: probably not the whole
+#   cost.
+# - *Sharing one host:* 147 ms against *one process*'s 145, for Qwen3 415 against 408: too small to see.
 #
 # The bound counts only what is sent after the last gradient. It doesn't count what messages cost *while* they are hidden. NCCL's
 # kernels take a part of the GPU from computing, DDP copies gradients into buckets and back, and a step lasts as long as its
@@ -318,7 +320,8 @@ def messages(device):
 
 # %% [markdown]
 # `fully_shard` cuts each weight among the ranks, with its gradient and its optimizer state. A layer, in real models a block,
-# gathers its weights before it computes, in both passes, then drops them. That is *FSDP*.
+# gathers its weights before it computes, in both passes, then drops them. That is *FSDP*. Make the optimizer after it, as `train`
+# does.
 
 
 # %%
@@ -356,9 +359,8 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # The gradients are those of the whole batch, however they are sent. Small buckets are sent earlier, but each pays the latency.
 # Whoever gives `bucket_cap_mb` gets no small first bucket: the 4.2 MB go in one message.
 #
-# In section 2 *exposed* was calculated: what is sent after the last gradient. Now it is traced: any time in which NCCL's kernel
-# runs and no computation does. These kernels run while they wait, too, and the profiler slows the step. So the trace shows when
-# they run. It doesn't show what they cost, those 39 of 186 ms.
+# A trace shows something else than section 2's *exposed*: any time in which NCCL's kernel runs, even if it only waits, and no
+# computation does. The profiler slows the step, too. So its percentage isn't the loss.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
 # waiting that nothing hides?
@@ -392,7 +394,7 @@ plt.show()
 
 # %% [markdown]
 # The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run for
-# some 200 ms, where the bytes need 14: most of that is no transfer.
+# some 200 ms, where the bytes need 14: the rest is waiting, or a slowed transfer.
 #
 # - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides. The drawn step's first 66
 #   ms are probably the end of the step before.
@@ -410,7 +412,7 @@ lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
 # Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
-# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms: the direction is clear, the size isn't.
+# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms; three times section 2's interval are 62 to 133.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
 #
@@ -418,7 +420,8 @@ lab.verdict("A4.memory.fsdp")
 # 16 % longer.
 #
 # **Takeaway.** Sending gradients can cost time even where the bound calls it hidden: send once a step. FSDP saved 45 % of the
-# memory with all weights, and its step took 27 % longer: take it for a model that doesn't fit otherwise.
+# memory with all weights, and its step was longer, 236 against 186 ms, neither measured *again*: take it for a model that doesn't
+# fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is fast enough?
@@ -452,9 +455,9 @@ plt.show()
 # %% [markdown]
 # These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is
 # *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so
-# are the article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. All this holds for
-# two ranks, float32 gradients and one micro-batch. With BF16 gradients or `no_sync` fewer networks are excluded. With N ranks the
-# efficiency falls, and so does the limit, to 1/N: calculate again.
+# are the article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. It holds for two
+# H100s, one micro-batch this big and float32 gradients. With BF16 gradients or `no_sync` fewer networks are excluded. With N
+# ranks the bound falls, and the limit is 1/N: calculate again.
 #
 # What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. Others weren't
 # measured.
@@ -507,16 +510,16 @@ lab.show(trials, columns, experiment="nccl")
 lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.topology")
 
 # %% [markdown]
-# The article's `NCCL_SOCKET_IFNAME=eth0` is right where an interface has this name. Elsewhere training doesn't start; `ip -o
-# addr` lists the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand, for a device that is found and doesn't work.
-# Between GPUs of one host `=1`, or the interface `lo`, changed the last column by less than 1 %.
+# The article's `NCCL_SOCKET_IFNAME=eth0` is right where that interface reaches the other hosts, untested here; `ip -o addr` lists
+# the names. `NCCL_IB_DISABLE=0` is the default, `=1` forbids InfiniBand and RoCE, for a device that doesn't work. Between GPUs of
+# one host `=1`, or the interface `lo`, changed the last column by less than 1 %.
 #
-# The article's Docker flags are of this kind, too. `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for
-# NCCL without P2P. `--ulimit memlock=-1` lets InfiniBand register its buffers. The article's command starts 4 processes on each
-# of 2 hosts. They meet at port 29500 of a host called `master`. The second host needs `--node_rank=1`. Both must reach that port,
-# for example by `--network=host`.
+# Of the article's Docker flags, `--gpus all` shows the GPUs. `--shm-size=1g` is for workers (lab 03) and for NCCL without P2P.
+# `--ulimit memlock=-1` lets InfiniBand register its buffers. The article starts 4 processes on each of 2 hosts: `torchrun
+# --nnodes=2 --nproc-per-node=4 --node_rank=0 --master_addr=master --master_port=29500 train.py`, on the second host with
+# `--node_rank=1`. Both must reach that port, for example by `--network=host`.
 #
-# **Takeaway.** On one host none of these made a message surely faster, and two made 64 MiB 10 and 64 times slower. Forbid a
+# **Takeaway.** On this host none of these clearly sped a message up; with two, 64 MiB took 10 and 64 times as long. Forbid a
 # transport only where it is broken. Between hosts the interface must be right.
 
 # %% [markdown]
@@ -525,7 +528,7 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
 # **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. The kill
-# below hits rank 1, which writes nothing, so this isn't tested. A checkpoint says nothing of ranks, so any number of ranks that
+# below hits rank 1, which writes nothing, so this isn't tested. This lab's says nothing of ranks, so any number of ranks that
 # divides the batch evenly can go on.
 
 
@@ -612,9 +615,9 @@ my_milliseconds = None  # your number
 print(check("11.1", my_milliseconds))
 
 # %% [markdown]
-# **2.** A backward pass takes 100 ms. Every 10 ms one of ten gradients becomes ready, each of 20 MiB; the last is ready at the end.
-# Sending 20 MiB takes 5 ms. How many milliseconds are exposed if each gradient is a bucket of its own? And if one bucket holds them
-# all, which takes 50 ms? Answer with a pair.
+# **2.** A backward pass takes 100 ms. Every 10 ms one of ten gradients becomes ready, each of 20 MiB; the last is ready at the
+# end. Sending 20 MiB takes 5 ms. How many milliseconds are exposed if each gradient is a bucket of its own? And if all go in one
+# bucket, which takes 50 ms? Answer with a pair.
 
 # %% tags=["exercise"]
 my_pair = None  # two numbers, for example (1, 2)
@@ -629,8 +632,8 @@ my_ranks = None  # a set, for example {6, 3}
 print(check("11.3", my_ranks))
 
 # %% [markdown]
-# **4. DDP by hand.** Write what DDP and `no_sync` do together, with `dist.all_reduce` and no DDP. `judged` runs it on all ranks. It
-# counts your messages, of which one is allowed, and compares with the gradients of the whole batch.
+# **4. DDP by hand.** Write what DDP and `no_sync` do together, with `dist.all_reduce` and no DDP. `judged` runs it on all ranks.
+# It allows one message, counts yours, and compares with the whole batch's gradients.
 
 
 # %%

@@ -87,12 +87,19 @@ def test_how_far_off_a_finding_is(id, ratio, factor):
 
 
 def test_what_comes_next_is_said_with_what_to_type():
-    def steps(judgements, done=TITLES):
-        return scoreboard.next_steps(scoreboard.scoreboard(judgements), list(done), TITLES)
+    def steps(judgements, worth=()):
+        return scoreboard.next_steps(scoreboard.scoreboard(judgements), worth)
 
-    assert "`labutils run 03 04 06`" in steps(judge_all(None, Runs(), Runs()), done=[])[0]
+    assert "`labutils run 03 06`" in steps(judge_all(None, Runs(), Runs()), ["03", "06"])[0]
     assert "`labutils run 03 --force`" in steps([of("A1.workers.one", INCONCLUSIVE)])[0]
-    assert "Everything" in steps([of("A1.workers.one", CONFIRMED)])[0]
+    assert "Change a recipe" in steps([of("A1.workers.one", CONFIRMED)])[0]
+
+
+def test_only_what_a_run_here_may_settle_is_counted():
+    ids = ("A2.fp8.speed", "A2.fp8.vision-limits", "A1.lora.count", "A4.network.interface")
+    for done, gpu, counted in (([], False, {"01": 1, "06": 1}), (["01"], True, {"01": 0, "06": 2})):
+        found = scoreboard.still_open(judge_all(ids, Runs(), Runs()), done, gpu)
+        assert dict(zip(found["lab"], found["a run here may settle"], strict=True)) == counted
 
 
 def test_a_rule_without_a_noise_floor_is_not_right():
