@@ -76,12 +76,12 @@ def confirmed(board: pd.DataFrame) -> tuple[int, int]:
     return int((mine["reference_verdict"] == judges.CONFIRMED).sum()), len(mine)
 
 
-def farthest_off(board: pd.DataFrame, most: int = 12) -> pd.DataFrame:
+def farthest_off(board: pd.DataFrame) -> pd.DataFrame:
     """The statements that the reference or this machine refuted, the farthest off first."""
     sides = board[["reference_verdict", "verdict"]] == judges.REFUTED
     off = board[["reference_off_by", "off_by"]].where(sides.to_numpy()).max(axis=1)
     found = board.assign(off=off)[sides.any(axis=1)].sort_values("off", ascending=False)
-    return found.rename(columns=HEADINGS)[list(HEADINGS.values())[:6]].head(most)
+    return found.rename(columns=HEADINGS)[list(HEADINGS.values())[:6]]
 
 
 def disagreements(board: pd.DataFrame) -> pd.DataFrame:

@@ -436,7 +436,7 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # 3. Capture one function: zero the gradients in place, four forward and backward passes, unscale, clip, AdamW, `ring.put`.
 # 4. In each step copy the batches in and replay. PyTorch's generator gives each replay new random numbers.
 #
-# **Your prediction:** the compiled step's kernels take 131 ms on the H200; the table of section 1 has yours. How many
+# **Your prediction:** the compiled step's kernels take 131 ms on the H200; on a GPU section 1's table has yours. How many
 # milliseconds does the captured step take?
 
 # %%

@@ -432,13 +432,13 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. The compiler keeps
-# each reason, `torch._dynamo.utils.get_compilation_metrics()`. Six are text: in step 2 an answer is a token longer, 350 in place
-# of 349, and graph breaks have cut the model into pieces that each meet the new length. Five are functions of transformers called
-# in several ways. Padding text, as *fixed* does, leaves 3 of the 11. Varied images add 8: the published model still recompiled in
-# step 6.
+# The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. All 11 fall in steps
+# 1 and 2. `torch._dynamo.utils.get_compilation_metrics()` lists the reasons. In our check six were text: in step 2 an answer is a
+# token longer, and graph breaks have cut the model into pieces that each meet the new length. Padding text, as *fixed* does,
+# leaves 3 of the 11. Varied images add 8: the published model still recompiled in step 6.
 #
-# **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on.
+# **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
+# open.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
@@ -545,8 +545,8 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 8 % less a computed token on the H200, within BF16's noise. A third of their tokens is padding: useful tokens a
-# second fall by 26 %.
+# Padded rows took 8 % less a computed token on the H200, within BF16's noise. They are half again as long, which spreads a step's
+# fixed cost. Useful tokens fall by 26 %.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -633,8 +633,8 @@ lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
 # So how fast? Per 1,000 useful tokens *blocks compiled* takes 69.6 ms where the plain loop takes 129, and keeps all pixels.
-# *packed* takes 61.5 and 59 GB in place of 27. But its step has four times the tokens, and logits of answers only. *fixed* wasn't
-# run in this way, so whether AnyRes reaches its speed is open.
+# *packed* takes 61.5 and 59 GB in place of 27. But its step has four times the tokens, logits of answers only, and somewhat
+# smaller images. *fixed* wasn't run in this way, so whether AnyRes reaches its speed is open.
 #
 # **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, beyond BF16's own noise of −30 to
 # +13 %.
@@ -973,9 +973,8 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# Here *fixed*'s first step takes 8 s, in the article 106. So it is probably ahead from step six on. On record, at batch 1,
-# *fixed-fp8-te*, the article's advice, never overtakes it. But *fixed* drops pixels: *compile* probably trains 1.5 times its
-# useful tokens a second.
+# Here *fixed*'s first step takes 8 s, in the article 106. So it is probably ahead within ten steps, even if step 2 compiles, too.
+# But *fixed* drops pixels: *compile* probably trains 1.5 times its useful tokens a second.
 #
 # **Takeaway.** Advice depends on card, batch and number of steps.
 

@@ -313,8 +313,8 @@ print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
 # The config asks for NF4, double quantisation and BF16 products. `prepare_model_for_kbit_training` turns checkpointing on, and
-# casts embedding, norms and head to float32. So "QLoRA against LoRA" compares three changes: format, checkpoints, float32. The
-# course's loop trains the same layers:
+# casts embedding, norms and head to float32. So "QLoRA against LoRA" is three changes: format, checkpoints, float32. The course's
+# loop trains the same layers:
 
 
 # %%
@@ -504,7 +504,7 @@ lab.verdict("A3.qlora.cause")
 # - *Host:* its 50 ms hardly show: the GPU's gaps grow from 22 to 25 ms.
 # - *LLaVA:* 26 ms by trace, 24 by formula. The host's 66 ms, estimated from forward calls, count where the host sets the pace.
 #
-# **Takeaway.** Restoring takes 17 of the 20 ms that 4 bits add. The formula is 8 to 10 % low.
+# **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 of the 20 ms.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -552,6 +552,8 @@ print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same 
 # (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor one block before it
 # is needed.
 #
+# *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
+#
 # **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
 
 # %%
@@ -583,26 +585,24 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# Texts are padded to the longest of their batch of four. On the H200 QLoRA's step took 575 ms longer than LoRA's, 62 % by the two
-# steps:
+# On the H200 QLoRA's step took 575 ms longer than LoRA's, 62 % by the two steps:
 #
 # - 357 ms are checkpointing, by the interval 350 to 507. With it in both QLoRA takes 17 % longer.
 # - 178 ms are kernels: elementwise ones take 121 ms more, casts 33, restoring, the row *other*, 26. No run has float32 alone.
 # - 40 ms are gaps.
 #
-# Memory fell from 102 to 30 GB: 68 by checkpoints, 4 by the rest of QLoRA. The format alone saved 10 in section 4. By their
-# shapes, float32 embedding, head and checkpoints take 5 GB of the other 6. Offloading saved 2.3 of 34.1 GB for free.
+# Memory, GB: 102 − 68, checkpoints, − 10, the format by section 4, + 2.5, embedding and head in float32, + 2.4, checkpoints in
+# float32, make 29; measured are 30. Offloading saved 2.3 of 34.1, at no cost in time.
 #
-# **Takeaway.** Change the format alone before you call it slow or small.
+# **Takeaway.** Of QLoRA's 575 ms more, 357 are checkpointing and 26 restoring.
 
 # %% [markdown]
 # ## 6 · unsloth
 #
 # **Question.** What does unsloth change, and what is it worth on short and on long texts?
 #
-# **Technique.** Its users replace two calls. Importing it changes transformers and PEFT: Triton kernels, a backward pass by
-# hand, checkpoints on the host. So the course calls this function in a process of its own, and trains with its own loop on the
-# same batches.
+# **Technique.** Its users replace two calls. Importing it changes transformers and PEFT: Triton kernels, a backward pass by hand,
+# checkpoints on the host. So the course calls this function in another process, and trains with its own loop on the same batches.
 
 
 # %%
@@ -626,8 +626,8 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# unsloth minds the order of products, as PEFT does. $x(BA)^\top$ forms a matrix as large as the weight; $(xA^\top)B^\top$
-# never does.
+# First, what does *not* set it apart: unsloth and PEFT both compute $(xA^\top)B^\top$. The other order, $x(BA)^\top$, forms a
+# matrix as large as the weight.
 #
 # **Prediction.** With $r = 8$, 3,444 tokens and the matrices of a block of Qwen3-8B, in the cell below, how many times the FLOPs
 # does the first order take, if A's and B's gradients are computed thin first?
@@ -666,9 +666,8 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# So the order is no gain over PEFT, whose code takes the thin matrices first, too. Memory is another matter. Section 5's methods
-# form all logits: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or three. unsloth computes its loss
-# by chunks, and its checkpoints wait on the host.
+# Memory does. Section 5's methods form all logits: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or
+# three. unsloth computes its loss by chunks, and its checkpoints wait on the host.
 #
 # **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. While it loads,
 # section 7's recipes are compiled here; its steps wait for that.
@@ -698,7 +697,7 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 #
 # - On long texts unsloth is worth a factor of two in time and more than three in memory. Packed rows multiply its useful tokens a
 #   second by 1.6.
-# - On short texts it is worth two in memory, and probably over two in time. QLoRA's kernels take 208 of some 900 ms there: the
+# - On short texts it is worth two in memory, and perhaps over two in time. QLoRA's kernels take 208 of some 900 ms there: the
 #   host sets the pace, readings are noisy, and whether unsloth gains less is open.
 #
 # **Takeaway.** unsloth saves 21 of 30 GB, of which whole logits can explain 10 to 15. Which change brings the time, these runs
@@ -786,7 +785,7 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better. On the H200:
+# Up and to the left is better; the left green dot is *packed, 4 bits*. On the H200:
 #
 # - *Time a token:* ours takes 6 % less, interval 4 to 29; unsloth's noise is unknown.
 # - *On another H200*, with a slower host, unsloth's packed step took 611 ms in place of 403, ours 378. Why wasn't measured.
@@ -796,8 +795,8 @@ if rival and rival.ok and ours.ok:
 # - *Memory:* 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
 # - In 39.7 GB *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 also rounds activations and gradients.
 #
-# **Takeaway.** On packed rows ours is as fast as unsloth, in 20 % more GB. Compiling pays for what 4 bits and checkpoints cost in
-# time.
+# **Takeaway.** Here ours takes 6 % less time a token than unsloth, and 20 % more memory. In 40 GB compiled 16 bits train 36 %
+# more. Quality isn't measured.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -920,7 +919,7 @@ print(
 # %% [markdown]
 # The same frozen weights answer in three ways. Without an adapter not a letter has changed.
 #
-# **Takeaway.** To change the task, change the adapter.
+# **Takeaway.** The adapter learnt the form of the answers; the frozen weights kept the old one.
 
 # %% [markdown]
 # ## Exercises

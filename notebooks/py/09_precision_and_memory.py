@@ -100,8 +100,7 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 #
 # - *step* is a median.
 # - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
-# - *floor* is the time of the plain step's FLOPs, counted without tricks such as Fourier transforms, at your card's measured rate
-#   in the fastest format that the row permits.
+# - *floor* is the time of the plain step's FLOPs at your card's measured rate, in the fastest format that the row permits.
 # - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
 #   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory
 #   hardly vary.
@@ -384,15 +383,15 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
 # take 124. So batches of 1 and 8 take about as long: probably the host launches too slowly, or the kernels are too small for the
-# GPU. Lab 02's trace would tell which.
+# GPU. The intervals hint at the host: *tf32 convolutions*, 338 ms, spreads by 0.1 points, rows near 124 ms by 15.
 #
-# *Checkpointing* took about twice as long. With this noise it may be no more than the arithmetic's 50 %. If the host sets the
-# pace, that limit doesn't hold. *Selective* checkpointing keeps the results of products, and took longer still. One suspect:
-# before each operation it asks Python whether to keep the result. You write that with `checkpoint(...,
+# *Checkpointing* took about twice as long. If the host sets the pace, its price is launching the forward pass again; the 50 %
+# count arithmetic. *Selective* checkpointing keeps the results of products, and took longer still. One suspect: before each
+# operation it asks Python whether to keep the result. You write that with `checkpoint(...,
 # context_fn=partial(create_selective_checkpoint_contexts, policy))`.
 #
-# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. Accumulation probably costs far more time
-# here.
+# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. One example at a time is the dearest form of
+# accumulation: take the largest micro-batch that fits.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -400,8 +399,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout, autotuner and a fused AdamW may change the result by rounding only. bitsandbytes' AdamW keeps its
-# *moments*, running averages of each gradient and its square, in 8 bits. Its result may differ a little. The row
-# *cudnn.benchmark* also permits TF32, only to make cuDNN choose anew; FP16 doesn't use TF32.
+# *moments*, running averages of each gradient and its square, in 8 bits.  The row *cudnn.benchmark* also permits TF32, only to
+# make cuDNN choose anew; FP16 doesn't use TF32.
 
 # %%
 import bitsandbytes as bnb
@@ -462,8 +461,8 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # **Question.** What is in the peak, when is it reached, and can you know it without the card?
 #
 # **Technique.** A ledger counts the bytes of every tensor that an operation makes, for as long as anything holds it. On the
-# *meta* device tensors have shapes and no contents. The same step with the same ledger runs there, at any size and in no
-# memory.
+# *meta* device tensors have shapes and no contents. The same step with the same ledger runs there, at any size and in no memory.
+# It counts storages, which views share; `finalize` subtracts one that nothing holds.
 
 
 # %%
@@ -521,17 +520,17 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# The numbers on *meta* are the same within 1 %. In this *first* step of all weights the update is the peak: weights, gradients
-# and two moments are 4 × 8.4 MB, temporaries 2.1; the batch isn't counted. From the second step on the moments, 16.8 MB, are
-# there from the start. Then, with gradients freed between steps, the backward pass is the peak: 33.6 + 16.8 = 50.4. So plan with
-# the second step, as the formula does. The course's predictor runs its own training code, and adds what shapes don't tell:
+# The numbers on *meta* are the same within 1 %. In a *first* step of all weights the update is the peak: weights, gradients and
+# two moments are 4 × 8.4 MB, temporaries 2.1. Later the moments' 16.8 MB are there from the start, and the backward pass is the
+# peak: 33.6 + 16.8 = 50.4, computed, not measured. Plan with that, as the formula does. The course's predictor runs its own
+# training code, and adds what shapes don't tell:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
 # Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two activations exist
-# on a GPU and not on *meta*: autocast's copies in 16 bits, and a number for each row from fused attention. The predictor adds
-# both. The last term is cuBLAS's workspaces on the H200, one for the forward pass's thread and one for autograd's. cuDNN's are
-# not predicted, section 2 says why.
+# on a GPU and not on *meta*: autocast's copies in 16 bits, and a number for each row from fused attention.  The last term is
+# cuBLAS's workspaces on the H200, one for the forward pass's thread and one for autograd's. cuDNN's are not predicted, section 2
+# says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -576,8 +575,8 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.09 to 0.10 GB too low, perhaps
-# cuDNN's workspaces. The other six are at most 0.3 % off.
+# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.1 GB too low; why is open. The
+# other six are at most 0.3 % off.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
 #
@@ -600,7 +599,8 @@ for mode in ("off", "blocks"):
 # %% [markdown]
 # On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is a little too high, batch 4's was too low.
 #
-# **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card.
+# **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card, if
+# convolutions may use TF32 or 16 bits.
 
 # %% [markdown]
 # ## 6 · Out of memory, on purpose

@@ -185,7 +185,8 @@ lab.show(decodes, columns, experiment="decode")
 # pictures so that nothing is decoded?
 #
 # **Technique.** A file that was read once stays in the *page cache*, memory of the operating system. `posix_fadvise` asks it to
-# forget. The difference between a forgotten file and a cached one is all that a faster disk can save.
+# forget. The difference between a forgotten file and a cached one is what a faster disk can save, if the disk has no cache of its
+# own.
 
 
 # %%
@@ -204,16 +205,16 @@ with lab.attempt("forgetting files"):
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
 # %% [markdown]
-# Some disks keep a cache of their own, and some systems decline to forget. Then a faster disk saves more than this percentage.
-# The article's advice is about slow storage, a network's for example, which is not tested here. To test yours, put `from pathlib
-# import Path` and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`,
-# and run on from there.
+# Some disks have one, and some systems decline to forget. Then a faster disk saves more than this percentage. The article's
+# advice is about slow storage, a network's for example, which is not tested here. To test yours, put `from pathlib import Path`
+# and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`, and run on
+# from there.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
 # when it is read, and drops it when memory is short, so a dataset may be larger than memory. That, and a map that isn't in the
 # page cache yet, weren't timed here. Forked workers, as here, share these pages. On macOS, Windows and by default in Python 3.14
-# each worker gets a pickled copy of all pixels. There keep the file's name only, and call `np.load(file, mmap_mode="r")` at the
-# first `__getitem__`.
+# each worker gets a pickled copy of all pixels. There keep the file's name and the length only, and call `np.load(file,
+# mmap_mode="r")` at the first `__getitem__`.
 
 # %%
 shape = (len(files), side, side, 3)
@@ -265,7 +266,10 @@ for r in (160, 40, 4):
 
 # %% [markdown]
 # **Measurement.** Stable Diffusion, with its encoders, is trained without workers from PNG, JPEG, the map and memory, then with
-# several from PNG and the map. PNG is measured twice in each round.
+# several from PNG and the map. *Waiting*, without workers, is $r$; $c$ is *in memory*'s step less its waiting. *Floor* is the
+# least time for the arithmetic, *speed-up* the median of the rounds' ratios. PNG is measured twice in each round: if the interval
+# of *PNG, again* reaches more than 3 % from 1, every verdict on a time in this lab is *inconclusive*. Then trust only the
+# direction of a large change.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
 # $r$ is 238 ms for four PNGs, and $c$ is 162 ms.
@@ -319,9 +323,7 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# *PNG, again* is the same loop as *PNG*, so its interval, 0.82 to 1.05x, is noise. As it reaches more than 3 % from 1, every
-# verdict on a time in this lab is *inconclusive*. Of a large change trust the direction only. The formula, with $c$ = 162 ms, *in
-# memory*'s step without its waiting:
+# *PNG, again*: 0.82 to 1.05x, so no time decides. The formula, with $c$ = 162 ms:
 #
 # | form | by the formula, ms | measured, ms |
 # |---|---|---|
@@ -343,8 +345,6 @@ with lab.attempt("the law's picture"):
 #
 # Details and limits:
 #
-# - *Speed-up* is the median of the rounds' own ratios, and so is the cache verdict's percentage. *Waiting* is a part of the step;
-#   *floor* is the least time for its arithmetic.
 # - In the picture a bar spans the 10th to the 90th percentile. The line without workers is no independent test: its $r$ was
 #   measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and *memory map*.
 #
@@ -582,11 +582,11 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # What they say:
 #
 # - In 17 of 18 rows the predicted step is off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %.
-#   Capturing promised too much in all three runs of Stable Diffusion; it changes three settings, so the table can't say which
-#   falls short.
+#   Capture and caching promised too much in all three runs of Stable Diffusion. Here workers saved more than predicted; we don't
+#   know why.
 # - Where units agree and rounds are steady, three of four runs kept the predicted order, one of them with two fixes only.
-# - So trust a diagnosis for a rough order, not for the gain. In the first table workers and caching changed places, but their
-#   measured ranges overlap. Gains don't add up: what one fix has saved, the next can't save again.
+# - So trust a diagnosis for a rough order, not for the gain. In the first table ranges overlap but for two groups: capture and
+#   batch size come before caching and workers. Gains don't add up: what one fix has saved, the next can't save again.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

@@ -274,16 +274,15 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # - *LoRA:* 184 ms with every rank *for itself*, at once and with nothing sent, and 186 with DDP. A loss is too small to see. The
 #   H200s lost 10 %; why wasn't measured.
 # - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP: 39 more. Against *one process* it is 41, by the interval 21 to
-#   44, before noise. The bound said at least 0.1. By the measured rates all messages alone take 14 ms: probably not the whole
-#   cost.
+#   44, before noise. The bound said at least 0.1. So the loss probably comes with DDP. Its some 130 buckets alone take 14 ms.
 # - *Sharing one host:* 147 ms against *one process*'s 145, for Qwen3 415 against 408: too small to see.
 #
-# The bound counts only what is sent after the last gradient. It doesn't count what messages cost *while* they are hidden. NCCL's
-# kernels take a part of the GPU from computing, DDP copies gradients into buckets and back, and a step lasts as long as its
-# slower rank. What each of these takes wasn't measured. Section 3 tries the remedy: send less often.
+# The bound counts only what is sent after the last gradient. The rest may be NCCL's kernels, which take a part of the GPU while
+# they are hidden, copies into buckets and back, or waiting for the slower rank. These weren't separated. Section 3 sends once in
+# four micro-batches; with one, `no_sync` changes nothing.
 #
-# **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, measure the ranks without messages
-# before you blame the network.
+# **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, run the ranks without messages: what
+# remains comes with DDP.
 
 # %% [markdown]
 # ## 3 · Send once, hold a share
@@ -359,8 +358,8 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # The gradients are those of the whole batch, however they are sent. Small buckets are sent earlier, but each pays the latency.
 # Whoever gives `bucket_cap_mb` gets no small first bucket: the 4.2 MB go in one message.
 #
-# A trace shows something else than section 2's *exposed*: any time in which NCCL's kernel runs, even if it only waits, and no
-# computation does. The profiler slows the step, too. So its percentage isn't the loss.
+# A trace shows *unhidden* time: NCCL's kernel runs, even if it only waits, and no computation does. The profiler slows the step,
+# too. So its percentage isn't the loss.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
 # waiting that nothing hides?
@@ -412,7 +411,7 @@ lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
 # Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
-# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms; three times section 2's interval are 62 to 133.
+# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms. A part of that is probably nothing but noise.
 #
 # The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
 #

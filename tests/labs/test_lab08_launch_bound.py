@@ -84,13 +84,13 @@ def test_rounds_go_there_and_back_beside_the_host_that_is_asked_for():
 
 @pytest.fixture(scope="module")
 def studied():
-    return [*lab08.study(texts("moe"), "moe", "loop", steps=2, delays_us=(0.0, 100.0))]
+    return [*lab08.study(texts("moe"), "moe", "loop", steps=2, delays_us=(0.0, 400.0))]
 
 
 def test_a_slower_host_slows_the_step_by_its_delays(studied):
     quick, slow = (step.run for step in studied[2:4])
-    assert (quick.tags["delay_us"], slow.tags["delay_us"]) == (0, 100)
-    added_ms = 0.1 * slow.metric("operations")
+    assert (quick.tags["delay_us"], slow.tags["delay_us"]) == (0, 400)
+    added_ms = 0.4 * slow.metric("operations")
     for metric in ("host_ms", "predicted_ms", "step_ms"):
         assert slow.metric(metric) - quick.metric(metric) > 0.5 * added_ms > 2.5, metric
 
@@ -107,7 +107,7 @@ def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):
 def test_a_study_predicts_shows_and_repeats(studied):
     pytest.raises(ValueError, lab08.variants, "MoE")
     # Slowed steps come last: what follows them isn't the host that was there before.
-    assert [step.run.tags.get("delay_us") for step in studied] == [None, None, 0.0, 100.0]
+    assert [step.run.tags.get("delay_us") for step in studied] == [None, None, 0.0, 400.0]
     long, again = studied[0].run, studied[1].run
     low, off, high = (long.metric(f"off_{end}_percent") for end in ("low", "by", "high"))
     exact = 100 * (long.metric("predicted_ms") / long.metric("step_ms") - 1)

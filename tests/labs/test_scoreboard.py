@@ -55,7 +55,7 @@ def test_statements_advice_and_models_are_counted_apart(board):
 
 
 def test_what_was_refuted_and_where_two_machines_differ(board):
-    table = scoreboard.farthest_off(board, most=99)
+    table = scoreboard.farthest_off(board)
     assert len(table) == (board["verdict"] == REFUTED).sum()
     assert table["off by a factor of"].dropna().is_monotonic_decreasing
     assert scoreboard.disagreements(board).empty
