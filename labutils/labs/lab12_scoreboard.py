@@ -122,16 +122,17 @@ def still_open(
     judgements: Sequence[judges.Judgement], done: Sequence[str], has_gpu: bool
 ) -> pd.DataFrame:
     """A row for each lab: how many of its claims this machine hasn't tested, and which of them a
-    run of it here may settle. None where the lab is `done`, a card is missing or no run can tell.
+    run of it here may settle. None where the lab is `done`, a card or pretrained weights are
+    missing or no run can tell.
     """
     rows = []
     for j in judgements:
         if j.verdict == judges.NOT_TESTABLE:
             may = j.claim.needs == "any" or (has_gpu and j.claim.needs == "gpu")
-            may = may and not j.claim.reason and j.claim.lab not in done
+            may = may and not (j.claim.reason or j.claim.weights) and j.claim.lab not in done
             rows.append((j.claim.lab, may, j.claim.id if may else None))
     table = pd.DataFrame(rows, columns=["lab", "may", "id"]).groupby("lab", as_index=False)
-    which = {"which": ("id", lambda ids: ", ".join(ids.dropna()[:3]))}
+    which = {"for example": ("id", lambda ids: ", ".join(ids.dropna()[:3]))}
     counts = {"claims open": ("may", "size"), "a run here may settle": ("may", "sum")}
     return table.agg(**counts, **which).sort_values("a run here may settle", ascending=False)
 
@@ -142,7 +143,9 @@ def next_steps(board: pd.DataFrame, worth: Sequence[str]) -> list[str]:
     noisy = board[(board["verdict"] == judges.INCONCLUSIVE) & (board["kind"] != "predicted")]
     steps = []
     if worth:
-        steps.append(f"Run the labs that settle something here: `labutils run {' '.join(worth)}`.")
+        steps.append(
+            f"Run the labs that may settle something here: `labutils run {' '.join(worth)}`."
+        )
     if len(noisy):
         steps.append(
             f"{len(noisy)} inconclusive: run again with nothing else on the machine: "

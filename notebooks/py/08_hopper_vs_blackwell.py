@@ -38,7 +38,7 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 96 GB | 6 to 7 minutes |
 #
-# On a CPU operations stand for kernels. Sections 9 to 11, optional, test the article's numbers.
+# On a CPU operations stand for kernels. Sections 9 to 11 are optional.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (a GPU of 96 GB), auto: the largest that fits
@@ -702,7 +702,7 @@ with lab.attempt("Host and GPU, from traces"):
 # White in the host's row is Python, PyTorch, both in $c$, and the profiler. *Dense*: most gaps are the profiler's. Without it the
 # GPU idles 12 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
-# **Takeaway.** First fewer launches: here 2.9 times as fast. Then shorter kernels, captured: here 3.4 times again.
+# **Takeaway.** First fewer launches and waits: 2.9 times as fast. Then less kernel work, captured: 3.4 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -711,8 +711,8 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Technique.** Section 3's dispatch mode makes each operation begin later. The mode itself costs time: the *detour*.
 #
-# **Measurement.** *Grouped* takes the detour, then 30 and 90 µs an operation as well. Short steps, slowed too, give $c$; 7
-# operations are 10 launches.
+# **Measurement.** *Grouped* takes the detour, then 30 and 90 µs an operation as well. Short steps, slowed too, give $c$. There
+# are 0.7 operations a launch: 30 µs each add some 20 to $c$.
 
 
 # %%
@@ -779,8 +779,8 @@ for way, percent in off.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** By the replay, a slower host costs little until launches take as long as kernels. Today's readings of *dense* and
-# *grouped* lie just outside the earlier ranges: these are no bounds.
+# **Takeaway.** By the replay, a slower host costs little until launches take as long as kernels. Earlier ranges are no bounds:
+# today's *dense* lies outside.
 
 # %% [markdown]
 # ## 8 · Four cards with this host
@@ -873,14 +873,14 @@ plt.show()
 # %% [markdown]
 # Kernels lie between the ends, which are wide; scaling by peak wasn't tested, as both cards have one peak. With their own host
 # steps lie between, too, except the loop's, 9 % above. The short form leaves out gaps and takes launches as alike. So it says too
-# little: by 5 to 7 % on three of the H200's own steps in the picture, by 17 % on section 4's longest *moe*.
+# little: by 5 to 7 % on three of the H200's own steps in the picture.
 #
 # Launches don't get faster with a card. For *dense* we predict 390 ms on H200 and B200 alike. From H100 to B200 the loop hardly
 # gains, *grouped* 1.7 to 2.4 times.
 #
 # **Back to the article.** For the loop we predict 0.91 to 0.96 of the H100's speed for an RTX PRO. How can it win by 1.3 to 1.4
-# on long texts? The article ran 32 of them a step on it, and 16 on the H100. If the host decides, both steps take as long: the
-# H100 makes half as many examples. Section 11 tests this.
+# on long texts? The article ran 32 of them a step on it, and 16 on the H100. If the host decides on the H100, half the batch
+# saves it little time. Section 11 tests this.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -942,7 +942,7 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 # ## Before you buy a card
 # 1. Put your step into section 4.
 # 2. Remove launches while they take longer than kernels.
-# 3. Estimate that step on the card, as below, to shorten your list. Rent the best, and time it there.
+# 3. Estimate that step on the card, as below, to shorten your list. Rent the best and time it.
 # 4. Check that your batch fits: lab 09.
 # 5. While the host decides, buy a faster host or a cheaper card. Once kernels do, compare ms an example, times price.
 #
@@ -1034,7 +1034,7 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # Padded, the article's H100 would reach 96 % of its peak, which isn't credible. Not padded, it reaches 39 %. So its texts
-# probably weren't padded that far.
+# probably weren't padded.
 #
 # **Takeaway.** Examples an hour are at most peak FLOPs an hour over the FLOPs of an example.
 
@@ -1121,7 +1121,7 @@ lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
 # Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits if its blocks are checkpointed. By this count gpt-oss
-# at 32 fits an H100: 78 of 86.
+# at 32 fits: 78 of 86.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1264,7 +1264,8 @@ print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decid
 
 # %% [markdown]
 # On gpt-oss's short texts launches decide. Both of the article's cards make 0.9 times the model's examples: like hosts, 23 µs a
-# launch. On Qwen3-32B kernels decide: the article is 1.4 and 1.8 times as fast as the model, so ours seem too long.
+# launch. On Qwen3-32B kernels decide: the article is 1.4 and 1.8 times as fast, so we also try kernels shortened by these
+# factors.
 #
 # **Which host does it take?** Draw the Blackwell card's rate over the H100's for many hosts: a band from our kernels to shortened
 # ones.
@@ -1315,9 +1316,9 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** With like hosts and 32 texts on both, the Blackwell card never wins. With 16 on the H100 it wins at 23 µs, by 1.2
-# with our kernels and 1.6 with shortened ones, around the article's 1.3 to 1.4. Padded, it loses. Unlike hosts we didn't
-# calculate: equal rates on short texts speak against them, if launches decide there. Why the article halved the batch we don't
-# know.
+# with our kernels and 1.6 with shortened ones, around the article's 1.3 to 1.4. There launches take some 12 s: the host decides
+# on the H100, with kernels of 5.5, and kernels of 14.5 to 20.3 on the other card. Padded, at 20 µs, it loses. Unlike hosts we
+# didn't calculate: equal rates on short texts speak against them, if launches decide there.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

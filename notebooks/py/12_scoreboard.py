@@ -91,7 +91,7 @@ for complaint in page.passed_over:
 #
 # **Technique.** Visit A, B and A again in turns, round after round. Each round gives a ratio. The effect is their median. Its 95
 # % interval comes from a *bootstrap*: draw as many rounds as there are, with repetition, 2,000 times. The middle 95 % of the
-# medians is the interval. With only eight rounds the interval is rough, and usually too narrow. Here is a machine that becomes
+# medians is the interval. With only eight rounds the interval is rough, and slightly too narrow. Here is a machine that becomes
 # slower with each visit.
 
 # %%
@@ -124,8 +124,8 @@ ours = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
-# One after the other, B looks 6 % *slower*. In turns it is faster, but *A again* reaches 1.032: nothing is concluded. Only without
-# change within a round is it clear that B takes 3 to 6 % less. A rule follows:
+# One after the other, B looks 6 % *slower*. In turns it is faster, but *A again* reaches 1.032: nothing is concluded. Only
+# without change within a round is it clear that B is faster. A rule follows:
 #
 # - $f$ is the larger of *A again*'s upper end and 1 / its lower end: in the last case 1.018, so $1/f$ is 0.982.
 # - *Faster*: B's interval ends below $1/f$, here at 0.969. *Slower*: it begins above $f$. Else *inconclusive*.
@@ -157,7 +157,7 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # |---|---|
 # | inconclusive | the interval, widened by the noise, lies across the claim's limit; or see below |
 # | not testable here | this machine or its runs can't answer; the reason says what would |
-# | differs between hosts | two of our machines say different things |
+# | differs between hosts | our machines give different verdicts |
 #
 # *Inconclusive* is also the verdict of an unsteady machine, and of a model that hangs on an assumption.
 #
@@ -165,13 +165,13 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 # testable here*. Where two of our hosts disagree, the newest is shown.
 
 # %%
-def verdict_of(effect, limits):
-    """effect: the interval `low` to `high` of B over A, and its `noise`; limits: what is claimed."""
-    again = effect.noise or (1, 1)  # bytes have no noise
-    if effect.again and max(abs(end - 1) for end in again) > 0.03:
+def verdict_of(found, limits):
+    """found: the interval `low` to `high` of B over A, and its `noise`; limits: what is claimed."""
+    twice = found.noise or (1, 1)  # bytes have no noise
+    if found.again and max(abs(end - 1) for end in twice) > 0.03:  # was A measured again?
         return "inconclusive"
-    f = max(again[1], 1 / again[0])
-    low, high = effect.low / f, effect.high * f  # widened by the noise
+    f = max(twice[1], 1 / twice[0])
+    low, high = found.low / f, found.high * f  # widened by the noise
     if limits[0] <= low and high <= limits[1]:
         return "confirmed"
     return "refuted" if high < limits[0] or low > limits[1] else "inconclusive"
@@ -197,8 +197,8 @@ for id, limits in allowed.items():
 lab.table(("claim", "allowed", "ours", "A again", "by the cell", "the course's verdict"), *rows)
 
 # %% [markdown]
-# *A2.fixed.speed* fits its limits, but the base itself wasn't steady: nothing is concluded. *A3.offload.time* refutes the article
-# on one host, and is open on another.
+# *A2.fixed.speed* fits its limits, but the base itself wasn't steady: nothing is concluded. *A3.offload.time* is open on the host
+# shown; another host, not shown, refutes it.
 #
 # **Prediction.** Of the statements that our H200 and H100s tested, inconclusive ones included, how many percent do they
 # confirm?
@@ -231,7 +231,7 @@ for name in ("times, beside A again", "times, beside A's own spread", "all else"
 lab.table(("our GPUs on statements about", "tested", *words), *rows)
 unsteady = [j for j in statements if j.unsteady]
 clear = [j.claim.id for j in unsteady if all(one.direction for one in j.effects.values())]
-print(f"Unsteady: {len(unsteady)}. The direction is larger than the noise in {len(clear)}:", *clear)
+print(f"Unsteady: {len(unsteady)}. The change exceeds the noise in {len(clear)}:", *clear)
 
 # %%
 judged = {f"Article {key}": {} for key in claims.articles()}
@@ -242,9 +242,10 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# Look at the last table. Counts, bytes, arithmetic, data sheets and single times are nearly all decided, and most of them hold. Of
-# the times beside *A again* few are: its interval reached beyond 3 %. In some of these the direction exceeds even that noise; the
-# published size stays open. So this board says little about the size of the articles' speed-ups.
+# Look at the last table. Counts, bytes, arithmetic, data sheets and single times are nearly all decided, and most of them hold.
+# Of the times beside *A again* few are: its interval reached beyond 3 %. In some the change exceeds even that noise; its size
+# stays open. Nearly all that is confirmed is in the last row. So this board says little about the size of the articles'
+# speed-ups.
 #
 # In the picture our verdict stands left of yours. A dash means that this side couldn't test the claim: its lab hasn't run, it
 # takes a GPU, or no run can answer. Look at ours first: a filled cross is a refuted claim, a hollow one a prediction that the
@@ -259,9 +260,9 @@ plt.show()
 #
 # *Off by a factor of* compares what was published with what was found. An example: published were 30 % less memory, so 0.70 of it
 # remains. We found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. It is never below 1, so it doesn't say which
-# number is larger: read both. A dash means that no factor can be computed. The first table shows statements with a size that our
-# GPUs or this machine refuted. A first step is timed once, with an assumed ±3 %: don't trust its factor far. The second shows
-# those about a cause, a count or a version, with the reasons.
+# number is larger: read both. A dash means that no factor was computed. The first table shows statements with a size that our
+# GPUs or this machine refuted. A first step is timed once, with an assumed ±3 %: don't trust its factor far. The second shows the
+# others, and how they were judged.
 
 # %%
 sized = {j.claim.id for j in page.judgements if j.effects or (j.theirs and j.theirs.effects)}
@@ -273,8 +274,8 @@ reasons |= {"reference_why": "what our verdict rests on", "note": "note"}
 lab.table(board.loc[refuted[~by_size].index, list(reasons)].rename(columns=reasons))
 
 # %% [markdown]
-# **Question.** On which claims do this machine and ours disagree? Ask there what differs: the card, the host, the versions or the
-# scale. *Inconclusive* and *differs between hosts* are no disagreement.
+# **Question.** On which claims do this machine and ours disagree? What may differ: the card, the host, versions, the scale.
+# *Inconclusive* and *differs between hosts* are no disagreement.
 
 # %%
 lab.table(lab12_scoreboard.disagreements(board), otherwise="Where both sides decided, they agree.")
@@ -302,8 +303,8 @@ if not lab.choose(show_claims, choices) and set(asked.values()) != {"all"}:
     show_claims(**asked)
 
 # %% [markdown]
-# **Takeaway.** Read size and reason, not the verdict alone. 39 % longer where *slightly* was said, 7 % saved where 30 were, and a
-# wrong cause are all *refuted*: each asks you to do something else.
+# **Takeaway.** Read size and reason, not the verdict alone. 39 % longer where *slightly* was said, 7 % saved, not 30, and a wrong
+# cause are all *refuted*: each asks you to do something else.
 
 # %% [markdown]
 # ## 5 · Your predictions
@@ -338,8 +339,8 @@ by_kind = predictions.summaries(told, "kind")
 lab.table(by_kind.assign(lean=by_kind["lean"].map(predictions.lean_in_words)))
 
 # %% [markdown]
-# **Takeaway.** If predicted / measured is nearly the same in many predictions, divide the next one by that lean: whoever is
-# always half of the truth doubles the next answer. Where the ratios differ widely, that won't help.
+# **Takeaway.** If predicted / measured is nearly the same in many predictions, divide the next one by that lean: who always says
+# half, doubles the next answer. Where the ratios differ widely, that won't help.
 
 # %% [markdown]
 # ## 6 · What to try next
@@ -354,8 +355,8 @@ lab.show("\n".join(f"- {step}" for step in steps))
 lab.table(useful, otherwise="No lab here settles more.")
 
 # %% [markdown]
-# **Takeaway.** Begin with the row that settles the most for its time, which the head of each lab tells, and run this lab again.
-# Other open claims need another card, or no run can tell.
+# **Takeaway.** Begin with the row that settles most for its time, which each lab's head tells. Then run this lab again. Others
+# need another machine, or no run can tell.
 
 # %% [markdown]
 # ## Exercises
@@ -383,8 +384,8 @@ print(check("12.2", my_medians))
 
 # %% [markdown]
 # **3. The rule.** A statement says that B takes less time than A. Write its verdict from the rounds of A, of A again and of B, by
-# the rule of section 2: "confirmed", "refuted" or "inconclusive". The check tries your rule on 200 machines, and compares it with
-# the course's judge.
+# the rule of section 2: "confirmed", "refuted" or "inconclusive". A *faster* B confirms, a *slower* one refutes. The check tries
+# your rule on 200 simulated machines, and compares it with the course's judge.
 
 
 # %% tags=["exercise"]
@@ -395,10 +396,11 @@ def my_rule(a, again, b):
 print(lab12_scoreboard.check_rule(my_rule))
 
 # %% [markdown]
-# **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head of
-# 4,096 words. It takes four micro-batches. In each, one position in eight has a label, so all four have equally many. First run the
-# cell as it is: then `my_step` is `stock_step`, and you see *A again*. Does its interval hold 1, and how wide is it? Then write
-# `my_step`: the same loss and the same gradients, at least four times as fast.
+# **4. Make it faster**, with everything that you have learned. `stock_step` has a frozen encoder, an adapter and a head of 4,096
+# words. It takes four micro-batches. In each, one position in eight has a label, so all four have equally many. First run the
+# cell as it is: then `my_step` is `stock_step`, and you see *A again*. Does its interval hold 1, and how wide is it? Beyond 3 %
+# this machine is unsteady by section 2's rule; the check asks for a factor of 4, so it judges all the same. Then write `my_step`:
+# the same loss and the same gradients, at least four times as fast.
 
 # %%
 torch.manual_seed(0)
