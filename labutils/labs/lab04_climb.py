@@ -54,7 +54,7 @@ def climbed(bench: Benchmark, rounds: int, folder: Path) -> dict[str, Run]:
     runs |= bench.compare(recipes, max(1, 4 // rounds), rounds, tags)  # 4 samples or more
     for name in WATCHED:
         if on_gpu and runs[name].ok:
-            runs[name].metrics |= bench.watch(name)
+            runs[name].metrics |= bench.watch(name, steps=3)
     for name in TRACED if on_gpu else TRACED[-1:]:
         if (run := runs[name]).ok:
             trace = bench.trace_into(run, folder, steps=1)

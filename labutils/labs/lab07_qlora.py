@@ -1,7 +1,7 @@
 """Lab 07's measurements: article A3's methods, recipes of our own on packed rows, Qwen3-32B.
 
 runs = methods(workload, "long", folder)  LoRA, QLoRA, and what comes with QLoRA
-with Benchmark(workload, same_batches=True) as bench:
+with Benchmark(workload, WARM_UP, same_batches=True) as bench:
     runs = rungs(bench, PACKED)           weights in 16 and in 4 bits on the same packed rows
 runs = large(workload, folder)            Qwen3-32B, a few steps
 """

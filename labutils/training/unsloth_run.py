@@ -56,6 +56,7 @@ ROOM = 40e9
 
 Load = Callable[[str], nn.Module]
 """Folder -> model with adapters. Its source is run in the child, and knows nothing around it."""
+Meanwhile = Callable[[], object] | None
 
 
 class Job(NamedTuple):
@@ -78,7 +79,7 @@ def check_unsloth(device: str) -> None:
 
 
 def train_with_unsloth(
-    jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Callable[[], object] | None = None
+    jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Meanwhile = None
 ) -> dict[str, Run]:
     """Name -> run of each job, timed in as many rounds as a comparison has.
 
@@ -106,9 +107,7 @@ def train_with_unsloth(
     ):
         if first.weights == "random":
             order["model"] = weights
-            first.publish(Path(weights))
-            make_room(first)  # for the child: memory that this process keeps is free for no other
-        records, failure = _ask(order, Path(folder), logs, meanwhile)
+        records, failure = _ask(order, first, Path(folder), logs, meanwhile)
     if failure and not records:
         raise RuntimeError(failure)
     runs = {}
@@ -122,7 +121,7 @@ def train_with_unsloth(
 
 
 def _ask(
-    order: dict[str, Any], folder: Path, logs: Path, meanwhile: Callable[[], object] | None
+    order: dict[str, Any], first: LanguageLora, folder: Path, logs: Path, meanwhile: Meanwhile
 ) -> tuple[dict[str, Any], str]:
     """The records of the jobs that the child finished, by name, and why it ended early; "" where it
     didn't.
@@ -135,7 +134,11 @@ def _ask(
     environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
     environment["TORCHINDUCTOR_CACHE_DIR"] = None
     records = {}
-    with Child(["-m", __name__], order, TIMEOUT_S, environment, folder) as child:
+    with Child(["-m", __name__], None, TIMEOUT_S, environment, folder) as child:
+        if first.weights == "random":  # while the child imports unsloth
+            first.publish(Path(order["model"]))
+            make_room(first)  # for the child: memory that this process keeps is free for no other
+        child.send(order)
         if meanwhile:
             meanwhile()
             cuda.empty_cache()

@@ -262,10 +262,11 @@ class DecoderWorkload(Workload):
     def build(self, recipe: Recipe) -> Published | Rewritten:
         self.check(recipe)
         dtype = DTYPES[recipe.precision]
-        if recipe.base_linear == "published":
-            network = around_the_same(self._frozen(dtype, recipe.seed))
-        else:  # its own copy, so that converting a layer lets go of what it was
-            network = self.make(dtype, recipe.seed)
+        make = functools.partial(self.make, dtype, recipe.seed)
+        # One frozen network at a time: two of 7 billion parameters would fill what training needs.
+        # To convert one takes a copy, so that each layer lets go of what it was.
+        shares = recipe.base_linear == "published"
+        network = around_the_same(self.shared((dtype, recipe.seed), make)) if shares else make()
         loads_4_bits = recipe.base_linear == "nf4"
         if loads_4_bits:  # before the adapters, as from_pretrained does: PEFT has layers for these
             convert_base(network, self.converted(network, recipe), "nf4", dtype)
@@ -330,11 +331,6 @@ class DecoderWorkload(Workload):
         with self.making_weights(seed):
             network = new_network(dtype)
         return network.to(self.device).requires_grad_(False)
-
-    def _frozen(self, dtype: torch.dtype, seed: int) -> nn.Module:
-        """The frozen network, one at a time: two of 7 billion parameters would fill what training
-        needs."""
-        return self.shared((dtype, seed), functools.partial(self.make, dtype, seed))
 
     def trained(self, model: Published | Rewritten) -> tuple[str, nn.Module]:
         name = "network" if isinstance(model, Published) else "decoder"

@@ -45,7 +45,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (a GPU of 96 
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-steps: int = 0  # timed optimizer steps, at least; 0: 4 at tiny, 8 at larger scales
+steps: int = 0  # timed optimizer steps, at least; 0: 4 at tiny, 6 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -94,7 +94,7 @@ plots.use_style()
 warnings.filterwarnings("ignore", module="torch|transformers|peft")
 on_gpu, here = lab.device == "cuda", spec_of(lab.machine)
 dtype = torch.bfloat16 if on_gpu else torch.float32
-timed_steps = steps or (4 if lab.scale == "tiny" else 8)
+timed_steps = steps or (4 if lab.scale == "tiny" else 6)
 if not on_gpu:
     torch.set_num_threads(1)
 
@@ -402,7 +402,6 @@ def training_step(lm, optimizer, ids):
 # %%
 def steps_of(lm):
     """tokens -> a training step on four texts of so many"""
-    lm.to(lab.device, dtype)
     # At rate 0, as what is learned sends tokens to other experts: other launches than traced.
     optimizer = torch.optim.AdamW(lm.parameters(), lr=0.0, fused=True)
     ids = {n: torch.randint(4096, (4, n), device=lab.device) for n in (short, *lengths)}
@@ -427,7 +426,9 @@ def compared(name, c, queue, measured):
 # %%
 rows, queues_and_c = [], {}
 for name, build in models.items():
-    steps_by_length, operations, queues = steps_of(build()), {}, {}
+    with torch.device(lab.device):
+        lm = build().to(dtype)
+    steps_by_length, operations, queues = steps_of(lm), {}, {}
     for tokens, step in steps_by_length.items():
         step()  # warms up
         with SlowHost() as host:
@@ -447,7 +448,7 @@ for name, build in models.items():
         lab.keep(Run("08", row["a step"], metrics=found, tags=tags))
         rows.append(row)
     queues_and_c[name] = queue, c
-steps_by_length = step = None  # their memory is needed
+steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]

@@ -6,6 +6,7 @@ import numpy
 import pytest
 import torch
 
+from labutils.labs.lab07_qlora import WARM_UP
 from labutils.profiling.machine import machine_facts
 from labutils.recipe import Recipe
 from labutils.results.records import REFERENCE, read_runs
@@ -16,11 +17,7 @@ pytestmark = pytest.mark.timeout(600)
 
 TOLERANCE = 0.03
 STEPS, ROUNDS = 6, 2
-BEST = [
-    ("04", "folded LoRA"),
-    ("07", "blocks compiled"),
-    ("07", "FP8 weights"),
-]
+BEST = [("04", "folded LoRA"), ("07", "blocks compiled"), ("07", "FP8 weights")]
 
 
 @pytest.mark.parametrize(("lab", "rung"), BEST)
@@ -31,7 +28,7 @@ def test_as_fast_as_the_record(lab: str, rung: str) -> None:
     if machine_facts().get("gpu") != card:
         pytest.skip(f"the record is of one {card}")
     workload = open_workload(record.workload, record.scale)
-    with Benchmark(workload, warmup=2, same_batches=True) as benchmark:
+    with Benchmark(workload, WARM_UP, same_batches=True) as benchmark:
         run = benchmark.compare({rung: Recipe(**record.recipe)}, STEPS, ROUNDS)[rung]
     del benchmark, workload
     gc.collect()
