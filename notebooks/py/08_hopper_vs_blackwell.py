@@ -36,7 +36,7 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 4 minutes |
-# | `full` | a GPU of 96 GB | 6 to 7 minutes |
+# | `full` | a GPU of 96 GB | 5 minutes |
 #
 # On a CPU operations stand for kernels. Sections 9 to 11 are optional.
 
@@ -303,8 +303,8 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** An operation takes our H200's host 8 µs bare, 25 to 40 in modules with their backward pass. So measure $c$ for each
-# program.
+# **Takeaway.** An operation takes our H200's host 5 µs bare, 19 to 45 in modules with their backward pass. So measure $c$ for
+# each program.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -452,8 +452,8 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Clocks are close in *dense*, 1,024 tokens, and *moe*, 2,048: the larger sum is off by 8 and 21 %, the replay by 3 and 2. In
-# *moe*, 1,024, waits tell: 13 against 6.
+# Where clocks are close, as in *moe*, 2,048 tokens, the replay is off by 6 %, the larger sum by 25. In *moe*, 1,024, it is 11 %
+# too long: the host was faster than when the short step gave $c$. So section 5 times both in turns.
 #
 # **Takeaway.** A trace and a short step predict a step.
 
@@ -465,7 +465,7 @@ lab.table(pd.DataFrame(rows))
 # **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop as above.
 #
 # The course's code does section 4 here, with a *refined* replay: each kernel is longer by a *gap* of 1 to 2 µs, and launches
-# differ as in the trace. The *short form* returns in sections 8 and 11.
+# differ as in the trace.
 #
 # **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU idle?
 
@@ -566,10 +566,10 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Refined, *dense* is off by +2 % in place of −5, the loop by 0 either way. *Dense*: both clocks are level. Launches take 390 ms,
-# kernels 371.
+# Refined, *dense* is off by −3 % in place of −9, the loop by 0 either way, and *again* by 11. *Dense*: kernels of 370 ms decide,
+# launches take 277, *again* 340.
 #
-# *Loop*: the host decides. Launches take 1,259 ms, 20 µs each, kernels 498: the GPU idles 64 %.
+# *Loop*: the host decides. Launches take 1,249 ms, 20 µs each, kernels 498: the GPU idles 64 %.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -678,9 +678,9 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* needs a seventh of the launches, of 29 µs each on average. They take 252 ms, kernels 441: the GPU decides. The step is
-# 2.9 times as fast. *Rewritten* nearly halves the kernels' time: less for elementwise ones, casts, reductions and LoRA's thin
-# products, *thin GEMM*. Now both clocks are level, and *captured* saves 9 %. *Compiled* takes 2.2 times its *floor* (lab 00).
+# *Grouped* needs a seventh of the launches, of 24 µs each on average. They take 212 ms, kernels 441: the GPU decides. The step is
+# 2.9 times as fast. *Rewritten* nearly halves kernels' time, also of LoRA's thin products, *thin GEMM*. Now both clocks are
+# close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor* (lab 00).
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -700,7 +700,7 @@ with lab.attempt("Host and GPU, from traces"):
 
 # %% [markdown]
 # White in the host's row is Python, PyTorch, both in $c$, and the profiler. *Dense*: most gaps are the profiler's. Without it the
-# GPU idles 12 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
+# GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
 # **Takeaway.** First fewer launches and waits: 2.9 times as fast. Then less kernel work, captured: 3.4 times again.
 
@@ -761,7 +761,7 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 441 ms hide launches of 252. The slowed points are a weak test: their $c$ comes from short steps with the same delay.
+# Kernels of 441 ms hide launches of 212. The slowed points are a weak test: their $c$ comes from short steps with the same delay.
 #
 # **How far can you trust the replay?** All earlier readings of it:
 
@@ -779,8 +779,8 @@ for way, percent in off.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** By the replay, a slower host costs little until launches take as long as kernels. Earlier ranges are no bounds:
-# today's *dense* lies outside.
+# **Takeaway.** By the replay, a slower host costs little until launches take as long as kernels. Of these 170 readings the worst
+# is 20 % off.
 
 # %% [markdown]
 # ## 8 · Four cards with this host
@@ -873,10 +873,10 @@ plt.show()
 # %% [markdown]
 # Kernels lie between the ends, which are wide; scaling by peak wasn't tested, as both cards have one peak. With their own host
 # steps lie between, too, except the loop's, 9 % above. The short form leaves out gaps and takes launches as alike. So it says too
-# little: by 5 to 7 % on three of the H200's own steps in the picture.
+# little: by 6 to 9 % on three of the H200's own steps in the picture.
 #
-# Launches don't get faster with a card. For *dense* we predict 390 ms on H200 and B200 alike. From H100 to B200 the loop hardly
-# gains, *grouped* 1.7 to 2.4 times.
+# Launches don't get faster with a card. From H100 to B200 the loop hardly gains, *grouped* 2.1 to 2.4 times. On a B200 launches,
+# 277 ms, decide *dense*, too.
 #
 # **Back to the article.** For the loop we predict 0.91 to 0.96 of the H100's speed for an RTX PRO. How can it win by 1.3 to 1.4
 # on long texts? The article ran 32 of them a step on it, and 16 on the H100. If the host decides on the H100, half the batch
@@ -1189,7 +1189,7 @@ for run in [run for run in large if run.metric("flops_per_step") and run.metric(
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They are 16 and 32 % too long here. **Then launches.** Layers are alike: thin models of one and two layers tell how many
+# They are 15 and 32 % too long here. **Then launches.** Layers are alike: thin models of one and two layers tell how many
 # operations any depth has.
 
 
