@@ -23,8 +23,8 @@
 # workstation card wins on long texts. The article blames the H100's *host*: its CPU hands out work too slowly. In our model that
 # isn't enough: the H100 also ran half the batch.
 #
-# You write a model of ten lines that predicts a step from its launches. Refined, it was off by at most 20 % on Qwen3-8B and
-# gpt-oss-20b. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. With gaps between kernels it was off by at most 20 % on
+# Qwen3-8B and gpt-oss-20b. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -315,8 +315,8 @@ lab.table(pd.DataFrame(rows))
 # but hardly a GPU's kernels. So each kernel's time comes from the trace.
 #
 # To find $c$, the host's time for a launch, time a *short* step, on so few tokens that the host decides. Choose $c$ so that its
-# replay takes the measured time. The host pays for each *operation*. So multiply $c$ by the long step's operations a launch over
-# the short one's. In `queue_of`, `::` marks operations, and `event.kernels` are what one launched.
+# replay takes the measured time. The host pays for *operations*. A longer text has as many, in more launches: the host's sum
+# stays, and $c$ shrinks. In `queue_of`, `::` marks operations, and `event.kernels` are what one launched.
 
 
 # %%
@@ -452,10 +452,10 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Where clocks are close, as in *moe*, 2,048 tokens, the replay is off by 6 %, the larger sum by 25. In *moe*, 1,024, it is 11 %
-# too long: the host was faster than when the short step gave $c$. So section 5 times both in turns.
+# *Host, ms* is the same in all rows of a model. Where clocks are close, as in *moe*, 2,048, the replay is off by 6 %, the larger
+# sum by 25. Where the host decides *moe*, it took less than the short step says, and the larger sum is nearer.
 #
-# **Takeaway.** A trace and a short step predict a step.
+# **Takeaway.** A trace and a short step predict a step, here within 11 %.
 
 # %% [markdown]
 # ## 5 · Two real models
@@ -566,10 +566,10 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# Refined, *dense* is off by −3 % in place of −9, the loop by 0 either way, and *again* by 11. *Dense*: kernels of 370 ms decide,
-# launches take 277, *again* 340.
+# *Dense*: kernels decide, 370 ms against launches of 277 or, *again*, 340. Gaps bring the replay from −9 to −3 %.
 #
-# *Loop*: the host decides. Launches take 1,249 ms, 20 µs each, kernels 498: the GPU idles 64 %.
+# *Loop*: the host decides, launches of 1,249 or 1,137 ms, some 20 µs each, against kernels of 498: the GPU idles 64 or 56 %. The
+# same step took 1,372 and 1,140 ms.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -632,7 +632,7 @@ with lab.attempt("A CUDA graph of grouped"):
 # **Measurement.** gpt-oss's loop and four other ways:
 # - *grouped*: `set_experts_implementation("grouped_mm")`, transformers 5's default;
 # - *rewritten*: the course's grouped experts, attention in one kernel, packed texts and a fused AdamW;
-# - *captured*: that in one CUDA graph, after six copies of the batch's parts;
+# - *captured*: that in one CUDA graph, after six copies;
 # - *compiled*: captured, with compiled blocks and a loss that never forms all logits.
 #
 # **Your prediction:** how many times as fast as the loop is *grouped*?
@@ -679,8 +679,8 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Grouped* needs a seventh of the launches, of 24 µs each on average. They take 212 ms, kernels 441: the GPU decides. The step is
-# 2.9 times as fast. *Rewritten* nearly halves kernels' time, also of LoRA's thin products, *thin GEMM*. Now both clocks are
-# close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor* (lab 00).
+# 2.4 to 2.9 times as fast, by the two readings of the loop. *Rewritten* nearly halves kernels' time, also of LoRA's thin
+# products, *thin GEMM*. Now both clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor* (lab 00).
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -702,7 +702,7 @@ with lab.attempt("Host and GPU, from traces"):
 # White in the host's row is Python, PyTorch, both in $c$, and the profiler. *Dense*: most gaps are the profiler's. Without it the
 # GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
 #
-# **Takeaway.** First fewer launches and waits: 2.9 times as fast. Then less kernel work, captured: 3.4 times again.
+# **Takeaway.** First fewer launches and waits: 2.4 to 2.9 times as fast. Then less kernel work, captured: 3.4 times again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -872,11 +872,11 @@ plt.show()
 
 # %% [markdown]
 # Kernels lie between the ends, which are wide; scaling by peak wasn't tested, as both cards have one peak. With their own host
-# steps lie between, too, except the loop's, 9 % above. The short form leaves out gaps and takes launches as alike. So it says too
-# little: by 6 to 9 % on three of the H200's own steps in the picture.
+# steps lie between, too, except the loop's, 9 % above. The short form leaves out gaps and takes launches as alike. It says 6 to 9
+# % too little on three of the H200's own steps, and 13 % too much on the loop read *again*. Bars have this host's $c$, dots their
+# own.
 #
-# Launches don't get faster with a card. From H100 to B200 the loop hardly gains, *grouped* 2.1 to 2.4 times. On a B200 launches,
-# 277 ms, decide *dense*, too.
+# Launches don't get faster with a card. From H100 to B200 the loop hardly gains, *grouped* 2.1 to 2.4 times.
 #
 # **Back to the article.** For the loop we predict 0.91 to 0.96 of the H100's speed for an RTX PRO. How can it win by 1.3 to 1.4
 # on long texts? The article ran 32 of them a step on it, and 16 on the H100. If the host decides on the H100, half the batch
@@ -1120,8 +1120,7 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits if its blocks are checkpointed. By this count gpt-oss
-# at 32 fits: 78 of 86.
+# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits if its blocks are checkpointed.
 #
 # **Takeaway.** Count parameters first, then activations.
 
@@ -1131,9 +1130,9 @@ lab.verdict("A3.32b.qlora-batch")
 # **Question.** On gpt-oss-120b and long texts the article's RTX PRO makes 1.4 times as many examples an hour as its H100, or 1.3 by
 # its text. Can two clocks explain that?
 #
-# **Technique.** Enlarge this lab's steps: launches grow with layers and experts, kernels with FLOPs. From card to card they are
-# scaled by kind (`step_model.scale`): products by the roofline, all else by bandwidth. We assume that the article checkpoints
-# (half more launches and kernels), loops over experts, doesn't pad, and has like hosts.
+# **Technique.** Enlarge this lab's steps: launches by layers and experts, kernels by FLOPs. Change cards by kind of kernel
+# (`step_model.scale`): products by the roofline, all else by bandwidth. Assumed: checkpoints (half more of both), a loop over
+# experts, no padding, like hosts, and nothing for restoring 4 bits.
 #
 # **Kernels first.** Lab 07's Qwen3-32B on an H200 tests the enlarging:
 
@@ -1315,10 +1314,10 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** With like hosts and 32 texts on both, the Blackwell card never wins. With 16 on the H100 it wins at 23 µs, by 1.2
-# with our kernels and 1.6 with shortened ones, around the article's 1.3 to 1.4. There launches take some 12 s: the host decides
-# on the H100, with kernels of 5.5, and kernels of 14.5 to 20.3 on the other card. Padded, at 20 µs, it loses. Unlike hosts we
-# didn't calculate: equal rates on short texts speak against them, if launches decide there.
+# **Answer.** With 32 texts on both, no host tried lets the Blackwell card win. With 16 on the H100 it wins at 23 µs, by 1.2 with
+# our kernels and 1.6 with shortened ones: the article's 1.3 to 1.4 lies between. There launches take 12 s and the H100's kernels
+# 5.5, so half a batch hardly helps it. Padded, at 20 µs, the Blackwell card loses. The explanation fits; it isn't proved. Unlike
+# hosts we didn't calculate.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

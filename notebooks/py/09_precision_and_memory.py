@@ -101,9 +101,9 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # - *step* is a median.
 # - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
 # - *floor* is the time of the plain step's FLOPs at your card's measured rate, in the fastest format that the row permits.
-# - *base again* changes nothing: it shows the noise. If its interval reaches beyond 3 %, the machine is *unsteady*, and no
-#   verdict is drawn from a time. A large change is then *probable*: its direction is likely, its size rough. Peaks of memory
-#   hardly vary.
+# - *base again* changes nothing: it shows the noise, on our H200 −15 to +12 %. The course's rule is strict: beyond 3 % the
+#   machine is *unsteady*, and no verdict on a time is given, not even on 7.8x. Judge by the intervals yourself: a change inside
+#   the noise is undecided, one far outside has a likely direction and a rough size. Peaks of memory hardly vary.
 # - *here* is this page's run on the H200, *ours* an earlier one; both were unsteady.
 
 # %%
@@ -383,15 +383,28 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
 # take 124. So batches of 1 and 8 take about as long: probably the host launches too slowly, or the kernels are too small for the
-# GPU. The intervals hint at the host: *tf32 convolutions*, 338 ms, spreads by 0.1 points, rows near 124 ms by 15.
+# GPU. The intervals hint at the host: that of *tf32 convolutions* is 0.6 ms wide, those of rows near 124 ms, against *base*, 20
+# to 47.
 #
-# *Checkpointing* took about twice as long. If the host sets the pace, its price is launching the forward pass again; the 50 %
-# count arithmetic. *Selective* checkpointing keeps the results of products, and took longer still. One suspect: before each
-# operation it asks Python whether to keep the result. You write that with `checkpoint(...,
-# context_fn=partial(create_selective_checkpoint_contexts, policy))`.
+# *Checkpointing* took 1.5 to 2.2 times as long. Running the forward pass again makes about half as many allocations more, by
+# section 5's figure. So it explains some 50 %; the rest is open. *Selective* checkpointing keeps the results of products, and
+# asks Python before each operation whether to keep its result:
+#
+# ```python
+# products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+#
+# def policy(context, operation, *args, **kwargs):
+#     keep = operation in products
+#     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+#
+# contexts = partial(create_selective_checkpoint_contexts, policy)
+# checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+# ```
+#
+# All these names are in `torch.utils.checkpoint`. That asking is one suspect for its longer step.
 #
 # **Takeaway.** Both checkpointing and accumulation lower the memory for activations. One example at a time is the dearest form of
-# accumulation: take the largest micro-batch that fits.
+# accumulation here.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -435,17 +448,8 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# So the list comes to this on our H200. Times are this run's medians, and no verdict is drawn from them:
-#
-# | advice | step | peak, GB |
-# |---|---|---|
-# | FP16 in place of PyTorch's default | 338 to 124 ms | 17.5 to 11.5 |
-# | BF16 in place of FP16 | 124 to 123 ms; no scaler, 7.8 times the gradient's error | 11.5, the same |
-# | TF32 by both switches in place of none | 578 to 262 ms | 65.9 to 17.5 |
-# | checkpointing | 124 to 230 ms | 11.5 to 4.34 |
-# | selective checkpointing | 124 to 380 ms | 11.5 to 7.68 |
-# | accumulation | 124 to 965 ms | 11.5 to 3.33 |
-# | layout, autotuner, fused, 8 bits | not decided | at most 0.1 less |
+# Against PyTorch's default, FP16 takes 124 ms for 338, and 11.5 GB for 17.5. The three switches that save much memory lengthen
+# the step. The last verdict says only that no longer step counts as sure on an unsteady machine.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
 #   the step (lab 04).
@@ -522,15 +526,14 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # %% [markdown]
 # The numbers on *meta* are the same within 1 %. In a *first* step of all weights the update is the peak: weights, gradients and
 # two moments are 4 × 8.4 MB, temporaries 2.1. Later the moments' 16.8 MB are there from the start, and the backward pass is the
-# peak: 33.6 + 16.8 = 50.4, computed, not measured. Plan with that, as the formula does. The course's predictor runs its own
-# training code, and adds what shapes don't tell:
+# peak: 33.6 + 16.8 = 50.4. Plan with the second step. The course's ledger is `TensorRecord`:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
-# Weights $W$ and AdamW's moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. Two activations exist
-# on a GPU and not on *meta*: autocast's copies in 16 bits, and a number for each row from fused attention.  The last term is
-# cuBLAS's workspaces on the H200, one for the forward pass's thread and one for autograd's. cuDNN's are not predicted, section 2
-# says why.
+# Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. The last term is the H200's:
+# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **Your `Ledger` alone is right for float32 only:**
+# on *meta* autocast does nothing, and raises no error. The course's predictor imitates autocast's results and copies in 16 bits,
+# and the number that fused attention keeps for each row. cuDNN's workspaces are not predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?

@@ -97,8 +97,12 @@ folder.mkdir(parents=True, exist_ok=True)
 # **Technique.** The same picture of 1080 × 1080 pixels, saved in three formats, decoded again with the clock running. PNG loses
 # nothing. JPEG and WebP drop what the eye hardly sees.
 #
-# **Your prediction, before you run the next cell:** how many times as long does a PNG take as a JPEG? Fill in the cell of
-# `my_formats` below, and run it first.
+# **Your prediction:** how many times as long does a PNG take as a JPEG?
+
+# %%
+my_formats: float | None = None  # for example 2
+
+lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 
 # %%
@@ -129,11 +133,6 @@ assert (to_pixels(files[0].read_bytes()) == decoded(files[0].read_bytes())).all(
 
 # %% [markdown]
 # Now all pictures. In the files WebP's quality is 90, so they are larger than the one above.
-
-# %%
-my_formats: float | None = None  # for example 2
-
-lab.predict("PNG against JPEG, one core", my_formats, "x")
 
 # %%
 decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.items()])
@@ -172,11 +171,11 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# On the recorded H100 a PNG took 7.4 times as long as a JPEG. These pictures are drawn, and compress better than photographs do.
-# The verdict waits for section 3, which measures the machine's noise.
+# These pictures are drawn, and compress better than photographs do. The verdict waits for section 3, which measures the machine's
+# noise.
 #
-# **Takeaway.** Decoding a file costs far more than reading it from the page cache: on the recorded H100 181 times as much for
-# PNG, 93 for JPEG, and 25 for JPEG by the GPU. Section 2 reads from the disk.
+# **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, and 181 times as long as
+# to read from the page cache. Once files are cached, decoding is the cost. Section 2 reads from the disk.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -205,16 +204,19 @@ with lab.attempt("forgetting files"):
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
 # %% [markdown]
-# Some disks have one, and some systems decline to forget. Then a faster disk saves more than this percentage. The article's
-# advice is about slow storage, a network's for example, which is not tested here. To test yours, put `from pathlib import Path`
-# and `by_form["PNG"] = sorted(Path("/your/folder").glob("*.png"))` before the set-up cell's line `files, side = …`, and run on
-# from there.
+# So here the decoder is the problem, and not the disk. A disk with a cache of its own, or a system that declines to forget, makes
+# this percentage too small. Slow storage, the article's case, wasn't tested.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
-# when it is read, and drops it when memory is short, so a dataset may be larger than memory. That, and a map that isn't in the
-# page cache yet, weren't timed here. Forked workers, as here, share these pages. On macOS, Windows and by default in Python 3.14
-# each worker gets a pickled copy of all pixels. There keep the file's name and the length only, and call `np.load(file,
-# mmap_mode="r")` at the first `__getitem__`.
+# when it is read, and drops it when memory is short. A map that is larger than memory, or not cached yet, wasn't timed.
+#
+# `Mapped` suits forked workers, which share its pages. On macOS, Windows and by default in Python 3.14 each worker would get a
+# pickled copy of all pixels. There keep `self.file`, `self.length` and `self.pixels = None`, and begin `__getitem__` with:
+#
+# ```python
+# if self.pixels is None:
+#     self.pixels = np.load(self.file, mmap_mode="r")
+# ```
 
 # %%
 shape = (len(files), side, side, 3)
@@ -452,8 +454,8 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
 # Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. Each
-# value had one run of six steps, so the size is rough. A micro-batch takes 646 / 4 = 162 ms, section 3's of four images 171 to
-# 173: probably the host sets the pace.
+# value had one run of six steps, so the size is rough. A micro-batch of one image takes 646 / 4 = 162 ms, section 3's of four
+# images 171 to 173. One costs as much as four: probably the host sets the pace.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
 # `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -541,10 +543,11 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # alike, so compare the steps that remain. Why longer?
 #
 # - The script's clock also includes the end of the 16 workers. The whole gap is 0.3 s over 64 steps; that part wasn't measured.
-# - The formula also assumes that 16 workers and the training don't compete for 16 cores. Reaching $c$ would take 103.3 / 2.03 =
-#   51 workers. So lower $r$ instead. From a map of these small pictures an example should take no more than section 2's 0.25 ms.
-#   Then $r$ is about 0.5 ms for its two examples, and the step 2.5 without a worker. The tool didn't propose it, and we didn't
-#   measure it: try it.
+# - The formula also assumes that 16 workers and the training don't compete for 16 cores.
+#
+# Reaching $c$ would take 103.3 / 2.03 = 51 workers, and there are 16 cores. So lower $r$ instead. From the map section 3's loop
+# waited 1.4 ms for an example of 512 pixels. Two of 128 should take no more than 2.8 ms: a step below 5 ms without a worker,
+# against 11 with 16. The tool didn't propose it, and we didn't measure it: try it.
 #
 # **Question.** Does the predicted order hold on a real training loop?
 #
@@ -582,8 +585,7 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # What they say:
 #
 # - In 17 of 18 rows the predicted step is off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %.
-#   Capture and caching promised too much in all three runs of Stable Diffusion. Here workers saved more than predicted; we don't
-#   know why.
+#   Capture promised too much in all three runs of Stable Diffusion. Here workers saved more than predicted; we don't know why.
 # - Where units agree and rounds are steady, three of four runs kept the predicted order, one of them with two fixes only.
 # - So trust a diagnosis for a rough order, not for the gain. In the first table ranges overlap but for two groups: capture and
 #   batch size come before caching and workers. Gains don't add up: what one fix has saved, the next can't save again.

@@ -191,8 +191,9 @@ for one, other in zip(weights_of_rank_0, network.parameters(), strict=True):
 print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
-# Small messages all take about the same time, the *latency*. A large one adds its bytes over the link's rate. The larger it is,
-# the less the latency counts: 207 GB/s at 16 MiB on our H100s.
+# From 1 KiB to 128 KiB a message takes hardly longer: that is mostly starting, the *latency*. Don't subtract it from a larger
+# one's time: on our H100s that would give more than the link has. Probably the host starts a message while the last one runs.
+# Large messages show the rate: 207 GB/s at 16 MiB.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, share the batch, start with `torchrun`. A real script also needs a
 # `DistributedSampler` with `set_epoch`, a seed of its own on each rank for noise and dropout, and logs and checkpoints from
@@ -264,22 +265,20 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# *Here* are two H100s: 256 MiB reached 297 GB/s, two thirds of the data sheet's 450. *Ours* are two H200s of another host.
-# *Predicted* is the bound, *predicted from that* the same from *each for itself*. *sd15-lora, full* is the same UNet with all
-# weights trained, *qwen3-lora-long* an 8 B model.
+# Read each row from left to right: one process, the bound, all at once without messages, DDP.
 #
-# Verdicts count examples a second: +56 % is an efficiency of (100 + 56) / 2 = 78 %. One process, measured twice, differs by −14
-# to +3 % for all weights and by 0 to +10 % for LoRA. So they are *inconclusive*; small differences mean nothing.
-#
-# - *LoRA:* 184 ms with every rank *for itself*, at once and with nothing sent, and 186 with DDP. A loss is too small to see. The
-#   H200s lost 10 %; why wasn't measured.
-# - *All weights of the UNet:* 147 ms *for itself*, 186 with DDP: 39 more. Against *one process* it is 41, by the interval 21 to
-#   44, before noise. The bound said at least 0.1. So the loss probably comes with DDP. Its some 130 buckets alone take 14 ms.
-# - *Sharing one host:* 147 ms against *one process*'s 145, for Qwen3 415 against 408: too small to see.
+# - *sd15-lora, lora*: 185, 185, 184, 186 ms. A loss is too small to see.
+# - *qwen3-lora-long*, an 8 B model: 408, 408, 415, 420. Too small to see.
+# - *sd15-lora, full*, all weights of the same UNet: 145, 145, 147, 186. Sharing the host costs nothing visible. Messages come with
+#   39 ms, where the bound said at least 0.1.
 #
 # The bound counts only what is sent after the last gradient. The rest may be NCCL's kernels, which take a part of the GPU while
-# they are hidden, copies into buckets and back, or waiting for the slower rank. These weren't separated. Section 3 sends once in
-# four micro-batches; with one, `no_sync` changes nothing.
+# they are hidden, copies into buckets and back, or waiting for the slower rank. Some 130 buckets alone take 14 ms. These weren't
+# separated. Section 3 sends once in four micro-batches.
+#
+# How sure is this? One process, measured twice, differs by −14 to +3 % for all weights and by 0 to +10 % for LoRA. So both verdicts
+# are *inconclusive*. They count examples a second: +53 to +75 % is an efficiency of 76 to 88 %. *Ours* are two H200s of another
+# host: 64 %, and 90 with LoRA. 256 MiB reached 297 GB/s on the H100s, two thirds of the data sheet's 450.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, run the ranks without messages: what
 # remains comes with DDP.
@@ -355,11 +354,38 @@ for one, other in zip(weights_of_all, weights_of_rank_0, strict=True):
 print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:.2f} MB")
 
 # %% [markdown]
-# The gradients are those of the whole batch, however they are sent. Small buckets are sent earlier, but each pays the latency.
-# Whoever gives `bucket_cap_mb` gets no small first bucket: the 4.2 MB go in one message.
+# The gradients are those of the whole batch, however they are sent. Each bucket pays the latency. Whoever gives `bucket_cap_mb`
+# gets no small first bucket: the 4.2 MB go in one message.
 #
-# A trace shows *unhidden* time: NCCL's kernel runs, even if it only waits, and no computation does. The profiler slows the step,
-# too. So its percentage isn't the loss.
+# **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
+# Adam's two averages. By this count of tensors FSDP holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100
+# is 29.1 GB. What is FSDP's on two?
+
+# %%
+my_peak: float | None = None  # in GB
+
+lab.predict("FSDP's peak memory, all weights of the UNet", my_peak, "GB")
+
+# %%
+columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
+columns |= {"step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
+tried = {"workload": "sd15-lora", "strategy": ("ddp", "fsdp"), "same_batch": False, "rows": False}
+tried |= {"bucket_mb": False, "bucket_view": False}
+lab.show(Runs(runs).select(**tried), columns, **tried)
+lab.verdict("A4.memory.fsdp")
+
+# %% [markdown]
+# Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
+# 706 and 664 ms. *no_sync* took 578: three sends fewer saved 128 or 86 ms. Section 2's 39 ms a send predict 117. So two experiments
+# agree, within the 42 ms between the repeats. *sync each* also holds 2.2 GB more; why wasn't measured.
+#
+# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
+#
+# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took
+# 16 % longer.
+#
+# **What a trace shows.** Time is *unhidden* while NCCL's kernel runs, even if it only waits, and no computation does. The profiler
+# slows the step, too. So its percentage isn't the loss.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
 # waiting that nothing hides?
@@ -368,16 +394,6 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 my_exposed: float | None = None  # for example 5
 
 lab.predict("exposed communication, all weights", my_exposed, "%")
-
-# %% [markdown]
-# **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. FSDP holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB. What is
-# FSDP's on two?
-
-# %%
-my_peak: float | None = None  # in GB
-
-lab.predict("FSDP's peak memory, all weights of the UNet", my_peak, "GB")
 
 # %%
 traced = {
@@ -395,28 +411,10 @@ plt.show()
 # The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run for
 # some 200 ms, where the bytes need 14: the rest is waiting, or a slowed transfer.
 #
-# - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides. The drawn step's first 66
-#   ms are probably the end of the step before.
+# - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
-
-# %%
-columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
-columns |= {"step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
-tried = {"workload": "sd15-lora", "strategy": ("ddp", "fsdp"), "same_batch": False, "rows": False}
-tried |= {"bucket_mb": False, "bucket_view": False}
-lab.show(Runs(runs).select(**tried), columns, **tried)
-lab.verdict("A4.memory.fsdp")
-
-# %% [markdown]
-# Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
-# 706 and 664 ms. *no_sync* took 578. Three sends fewer saved 86 or 128 ms. A part of that is probably nothing but noise.
-#
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
-#
-# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took
-# 16 % longer.
 #
 # **Takeaway.** Sending gradients can cost time even where the bound calls it hidden: send once a step. FSDP saved 45 % of the
 # memory with all weights, and its step was longer, 236 against 186 ms, neither measured *again*: take it for a model that doesn't
@@ -453,13 +451,13 @@ plt.show()
 
 # %% [markdown]
 # These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is
-# *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, and so
-# are the article's 25 and 40 GbE, which are slower. 1 GbE is excluded for LoRA of an 8 B model, at most 43 %. It holds for two
-# H100s, one micro-batch this big and float32 gradients. With BF16 gradients or `no_sync` fewer networks are excluded. With N
-# ranks the bound falls, and the limit is 1/N: calculate again.
+# *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, though
+# narrowly: the base varies by up to 14 %. The article's 25 and 40 GbE are slower still. 1 GbE is excluded for LoRA of an 8 B
+# model, at most 43 %. It holds for two H100s, one micro-batch this big and float32 gradients. With BF16 gradients or `no_sync`
+# fewer networks are excluded. With N ranks the bound falls, and the limit is 1/N: calculate again.
 #
-# What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 78. Others weren't
-# measured.
+# What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 76 to 88. Others
+# weren't measured.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which networks are too slow.
 
