@@ -161,7 +161,7 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# At 100 sigma 31 % of the other codes are 0 and the rest near it, at most ±6. From about 5 · 254 = 1,270 sigma on all are 0.
+# At 100 sigma 31 % of the other codes are 0 and the rest near it. From about 5 · 254 = 1,270 sigma on all are 0.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -170,8 +170,9 @@ lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 #
 # **Question.** Four bits are 16 levels. Weights are roughly normal: many small ones, few large ones. Where should the levels lie?
 #
-# **Technique.** NF4 puts them at *quantiles*, evenly spaced in probability. Eight lie above zero, seven below, and one is zero.
-# The quantile of probability 1 is infinite, so the last level takes 0.9677, halfway between 1 − 1/32 and 1 − 1/30.
+# **Technique.** NF4 puts levels at *quantiles*. From probability 0.5 outwards it takes even steps up to an edge: eight above
+# zero, seven below; zero is the sixteenth level. At probability 1 the quantile is infinite, so the edge stays back half a share:
+# 1/32 if there are 16 shares, 1/30 if 15. bitsandbytes takes the middle, 0.9677.
 
 # %%
 edge = 0.9677083  # between 1 - 1/32 and 1 - 1/30: half a share of 16, and of 15
@@ -235,7 +236,7 @@ own = (levels8[double.absmax.view(-1, 256).int()] * peaks8 + mean).view(-1, 1)
 assert torch.equal((nf4[codes] * own).view_as(W), bnb.dequantize_4bit(library, double))
 
 # %% [markdown]
-# On a CPU bitsandbytes takes another code for two in a thousand constants.
+#
 
 # %%
 one_codes, one_peak = nearest(int4, W.view(1, -1))
@@ -263,10 +264,10 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
 # The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
-# block's largest weight gets an end level. So levels are stretched, and codes near zero too frequent.
+# block's largest weight gets an end level. The figure shows it: the spikes at ±1.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh, partly because our INT4 leaves one of 16 codes
-# idle. Doubly quantised, a weight takes 4.127 bits.
+# **Takeaway.** Blocks nearly halve the error of 4 bits, and NF4 takes off a seventh, against 15 even levels. Converted weights
+# take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks to a half, not a quarter.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -462,7 +463,7 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 # %% [markdown]
 # **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Both have packed rows, a
 # loss by chunks, no checkpoints, and adapters without PEFT's casts to float32. Each weight is restored twice. Traces give the
-# kernels' sum; a third one, of lab 06's QLoRA with checkpoints, tests three uses.
+# kernels' sum; a third, lab 06's LLaVA with checkpoints, tests the formula on another model, with three uses.
 
 # %%
 with Benchmark(texts["long"], same_batches=True) as bench:
@@ -504,7 +505,7 @@ lab.verdict("A3.qlora.cause")
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
 # - *Host:* its 50 ms hardly show: the GPU's gaps grow from 22 to 25 ms.
-# - *LLaVA:* 26 ms by trace, 24 by formula. The host's 66 ms, estimated from forward calls, count where the host sets the pace.
+# - *LLaVA:* 26 ms by trace, 24 by formula.
 #
 # **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 of the 20 ms.
 
@@ -550,9 +551,9 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# 4.2 MB are the inputs of eight blocks; what lies inside isn't kept. These copies stop the GPU. The course's `Parking`
-# (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor one block before it
-# is needed.
+# 4.2 MB are the inputs of eight blocks, 512 × 256 × 4 bytes each; what lies inside isn't kept. These copies stop the GPU. The
+# course's `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor
+# one block before it is needed.
 #
 # *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
 #
@@ -587,16 +588,21 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# On the H200 QLoRA's step took 575 ms longer than LoRA's, 62 % by the two steps:
+# On the H200, in medians:
 #
-# - 357 ms are checkpointing, by the interval 350 to 507. With it in both QLoRA takes 17 % longer.
-# - 178 ms are kernels: elementwise ones take 121 ms more, casts 33, restoring, the row *other*, 26. No run has float32 alone.
-# - 40 ms are gaps.
+# | from LoRA to QLoRA | ms | GB |
+# |---|---|---|
+# | LoRA | 921 | 102 |
+# | checkpoints | + 357, interval 350 to 507 | − 68 |
+# | 4 bits: restoring, the row *other* | + 26 | − 10 |
+# | float32, probably: elementwise and casts; embedding, head, checkpoints | + 154 | + 4.9 |
+# | gaps, and what isn't explained | + 38 | + 1 |
+# | QLoRA | 1,496 | 30 |
 #
-# Memory, GB: 102 − 68, checkpoints, − 10, the format by section 4, + 2.5, embedding and head in float32, + 2.4, checkpoints in
-# float32, make 29; measured are 30. Offloading saved 2.3 of 34.1, at no cost in time.
+# Offloading saved 2.3 of 34.1 GB, at no cost in time that shows. All checkpoints here are 2.4 GB: 30 % needs a run where they are
+# a larger part.
 #
-# **Takeaway.** Of QLoRA's 575 ms more, 357 are checkpointing and 26 restoring.
+# **Takeaway.** Checkpoints are most of QLoRA's extra time, and of its saving. Restoring is 26 of 575 ms.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -668,8 +674,8 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# Memory does. Section 5's methods form all logits: one float32 copy of 4 × 2,048 × 152,000 numbers is 5 GB, and there are two or
-# three. unsloth computes its loss by chunks, and its checkpoints wait on the host.
+# So the order isn't unsloth's advantage. Its memory is. Section 5's methods form all logits: one float32 copy of 4 × 2,048 ×
+# 152,000 numbers is 5 GB, and there are two or three. unsloth computes its loss by chunks, and its checkpoints wait on the host.
 #
 # **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. While it loads,
 # section 7's recipes are compiled here; its steps wait for that.
@@ -787,18 +793,17 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better; the left green dot is *packed, 4 bits*. On the H200:
+# Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*. On the H200:
 #
-# - *Time a token:* ours takes 6 % less, interval 4 to 29; unsloth's noise is unknown.
-# - *On another H200*, with a slower host, unsloth's packed step took 611 ms in place of 403, ours 378. Why wasn't measured.
-# - *One change:* 4 bits add 20 ms to 395; compiling, in 16 bits, saves 119.
-# - *Several at once:* from QLoRA to *packed, 4 bits*, 2,973 to 9,863 useful tokens a second, rows, loss, adapters, forward pass
-#   and checkpoints all change. From *blocks compiled* to ours, 4 bits and checkpoints cost 101 ms and save 31 GB.
-# - *Memory:* 20 % more, 9.05 against 7.54 GB. unsloth's checkpoints wait on the host, ours on the card: 1.2 GB.
-# - In 39.7 GB *blocks compiled* in 16 bits trains 36 % more tokens than ours in 4. FP8 also rounds activations and gradients.
+# - *Against unsloth:* 6 % less time a token, interval 4 to 29; unsloth's noise is unknown. 9.05 against 7.54 GB, 20 % more: our
+#   checkpoints, 1.2 GB, stay on the card. On another H200, with a slower host, unsloth's packed step took 611 ms in place of 403,
+#   ours 378; why wasn't measured.
+# - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
+# - *One change at a time:* 4 bits add 20 ms to 395, compiling saves 119.
+# - FP8 also rounds activations and gradients.
 #
-# **Takeaway.** Here ours takes 6 % less time a token than unsloth, and 20 % more memory. In 40 GB compiled 16 bits train 36 %
-# more. Quality isn't measured.
+# **Takeaway.** With 40 GB for this batch compile in 16 bits: 36 % more tokens. With 10 take 4 bits and checkpoints: compiled PyTorch
+# was ahead of unsloth here, by how much depends on the host. Quality and the time to compile aren't compared.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
