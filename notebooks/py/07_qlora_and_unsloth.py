@@ -796,8 +796,8 @@ if rival and rival.ok and ours.ok:
 # Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*. On the H200:
 #
 # - *Against unsloth:* 6 % less time a token, interval 4 to 29; unsloth's noise is unknown. 9.05 against 7.54 GB, 20 % more: our
-#   checkpoints, 1.2 GB, stay on the card. On another H200, with a slower host, unsloth's packed step took 611 ms in place of 403,
-#   ours 378; why wasn't measured.
+#   checkpoints, 1.2 GB, stay on the card. On two H200s with slower hosts unsloth's packed step took 611 and 703 ms, ours 378 and
+#   369; why wasn't measured.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 # - *One change at a time:* 4 bits add 20 ms to 395, compiling saves 119.
 # - FP8 also rounds activations and gradients.
