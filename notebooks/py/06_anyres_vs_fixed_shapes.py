@@ -228,8 +228,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# **Takeaway.** Report useful tokens a second and images a second together. A small square raises the second number by throwing
-# pixels away.
+# **Takeaway.** Report useful tokens a second and images a second together: a small square throws pixels away.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -262,9 +261,7 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
 # You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
-# differ by more than 3 %, the machine is *unsteady*, and no time decides. *step* is a median and *examples/s* a mean: one slow
-# step shows only in the second. *data* is the part of a step that waits for images. *Floor*, FLOPs at your card's measured rate,
-# and *MFU*, the share of the peak, for *fp8-te* of FP8's, leave out what is computed again.
+# differ by more than 3 %, the machine is *unsteady*, and no time decides.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -287,6 +284,10 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
+# Read *step*, *useful tokens/s* and *peak allocated* first. *step* is a median, the rates use means: one slow step shows only
+# there. *data* is waiting for images. *Floor*, FLOPs at your card's measured rate, and *MFU*, the share of the peak, for *fp8-te*
+# of FP8's, leave out what is computed again.
+#
 # On another H200:
 
 # %%
@@ -310,11 +311,10 @@ plt.show()
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. It is 0.64 to 1.01 times as fast as *bf16*, so verdicts on
-# these times are open.
+# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. So verdicts on these times are open.
 #
-# **Takeaway.** *fixed* halves the step; on another H200 useful tokens a second fell by 9 to 32 %. QLoRA saves some 10 GB once and
-# pays 1 GB for each example.
+# **Takeaway.** *fixed* halves the step; on another H200 useful tokens a second fell by 9 to 10 % from batch 8 on. QLoRA saves
+# some 10 GB once and pays 1 GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -433,9 +433,9 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
 # The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. All 11 fall in steps
-# 1 and 2. `torch._dynamo.utils.get_compilation_metrics()` lists the reasons. In our check six were text: in step 2 an answer is a
-# token longer, and graph breaks have cut the model into pieces that each meet the new length. Padding text, as *fixed* does,
-# leaves 3 of the 11. Varied images add 8: the published model still recompiled in step 6.
+# 1 and 2. `torch._dynamo.utils.get_compilation_metrics()` lists the reasons. In our check most were text: in step 2 an answer is
+# a token longer, and each piece that graph breaks have cut meets the new length. With padded text, as *fixed* has it, 3 of the 11
+# were left. Varied images add 8: the published model still recompiled in step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
 # open.
@@ -477,7 +477,7 @@ my_sum: float | None = None  # in percent
 lab.predict("compiling and fewer FLOPs", my_sum, "%")
 
 # %% [markdown]
-# The table has the article's two ends, and measured steps.
+#
 
 # %%
 def sums(found):
@@ -503,12 +503,12 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13: for constant text lengths and everything else. On our H200s 2 to 4 are left.
+# together, seven are left, else 1 to 13. On our H200s 2 to 4 are left; by *compile*'s interval 1 to 8 at batch 4.
 #
-# Does time follow FLOPs? *bf16* takes 457 to 493 ms an example, so time grows with the batch. But *fp8-te* halves the floor and
-# saves 14 %.
+# Check it directly: *compile* and *fixed* are both compiled. From one to the other FLOPs fall by 32 %, the step by 35 to 38 %. So
+# smaller inputs can explain nearly all of it. FLOPs are a guide only: *fp8-te* halves the floor and saves 14 %.
 #
-# FLOPs at other sizes, without padding to 2,048:
+# And without padding to 2,048, how many FLOPs would a small square need?
 
 # %%
 whole = step_flops(image_tokens(672, 672) + 14, 5)  # with 14 tokens of text
@@ -517,8 +517,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Compiling and fewer tokens probably make most of the article's half. 1 to 13 points are left. Varying images don't
-# explain them: the article had none. In our small count nothing was recompiled after step 2.
+# **Takeaway.** Savings multiply. Compiling and smaller inputs probably make most of the half. Without padding 39 % of the FLOPs
+# would do, where *fixed* computes 68. Varying images can't be the cause: the article had none.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -527,8 +527,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 # shapes. How fast can AnyRes be today?
 #
 # **Is one length faster by itself?** One full image a step. Rows are as long as they come (*blocks compiled*) or padded to one
-# length (*padded*). Both get the same images, cut beforehand, and no block is computed again: don't compare with section 3's
-# times. Compare ms for 1,000 computed tokens; *useful tokens* is a share.
+# length (*padded*). Both get the same images, and no block is computed again: don't compare with section 3's times. Compare ms
+# for 1,000 computed tokens; *useful tokens* is a share.
 
 # %%
 uniform.release_weights()
@@ -573,7 +573,8 @@ course, _ = document_attention(None, q, k, v, None, 8**-0.5, boundaries=ends)
 torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
-# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Positions start anew with each example.
+# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Positions start anew: `position_ids =
+# torch.cat([torch.arange(n) for n in lengths])[None]`.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -693,9 +694,8 @@ taken = FrozenFP8Linear.from_linear(tower)(torch.randn(577, 1024, device=lab.dev
 print("577 rows through the frozen layer:", tuple(taken.shape))
 
 # %% [markdown]
-# Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with
-# *o_proj*, which the article calls sensitive, and *down_proj* left in BF16; and lab 05's frozen layer, under PEFT's plain LoRA
-# layer.
+# Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with *o_proj*,
+# which the article calls sensitive, and *down_proj* in BF16; and lab 05's frozen layer, under PEFT's plain LoRA layer.
 
 # %%
 width, blocks, length = (2048, 2, 512) if on_gpu else (256, 2, 128)
@@ -809,11 +809,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* leaves one between steps; within a step wasn't
-# measured. Lab 05's *fp8-frozen* holds one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section
-# 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*.
-#
-# FP8 was slower here; section 3's *fp8-te*, with six times the tokens, was probably faster.
+# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* leaves one between steps. Lab 05's *fp8-frozen* holds
+# one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with
+# *fp8-frozen*.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -872,9 +870,8 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# The `tiny` model trains, ten steps as in the article. BF16's seeds ended between 6.25 and 6.49 on the H200, 3.8 % apart: more
-# than the article's 2 %, and less than its 14. Seed by seed each method ends within 0.12 % of BF16. It can't judge the article's
-# numbers.
+# Three seeds of the `tiny` model, ten steps as in the article, end 3.8 % apart; paired, each method is within 0.12 % of BF16.
+# With random weights this shows how to compare, not the article's losses.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -884,8 +881,7 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed
 # shapes. Does that follow from its own numbers?
 #
-# **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one. The
-# lowest line wins.
+# **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one.
 #
 # The article's step times are computed from its break-even counts (`lab06_advisor.py`).
 #
@@ -973,10 +969,12 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# Here *fixed*'s first step takes 8 s, in the article 106. So it is probably ahead within ten steps, even if step 2 compiles, too.
-# But *fixed* drops pixels: *compile* probably trains 1.5 times its useful tokens a second.
+# Here *fixed*'s first step takes 8 s, in the article 106. By these two numbers it leads from step 5; if step 2 compiles as long,
+# from 15. But its step does less. Seconds for a million useful tokens, from section 3: *compile* 120, *fp8-te* 136, *bf16* 161
+# and again 191, *fixed* 179, *qlora* 181.
 #
-# **Takeaway.** Advice depends on card, batch and number of steps.
+# **Takeaway.** First fix what must be trained on, then compare total times. If small images suffice, *fixed* wins; if you need
+# the pixels, probably *compile*.
 
 # %% [markdown]
 # ## Exercises
