@@ -38,7 +38,7 @@
 #
 # `full` trains llava-v1.6-mistral-7b.
 #
-# On a first reading skip section 3's formula and sections 7 to 9. The article's images are all 500 × 500.
+# On a first reading skip section 3's formula, section 6's loss, and sections 7 and 8. The article's images are all 500 × 500.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -284,9 +284,9 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# Read *step*, *useful tokens/s* and *peak allocated* first. *step* is a median, the rates use means: one slow step shows only
-# there. *data* is waiting for images. *Floor*, FLOPs at your card's measured rate, and *MFU*, the share of the peak, for *fp8-te*
-# of FP8's, leave out what is computed again.
+# Read *step*, *useful tokens/s* and *peak* first. *step* is a median, the rates use means: one slow step shows only there. *Data*
+# is waiting for images. *Floor*, FLOPs at your card's measured rate, and *MFU*, the share of the peak, for *fp8-te* of FP8's,
+# leave out what is computed again.
 #
 # On another H200:
 
@@ -306,15 +306,16 @@ plt.show()
 # %% [markdown]
 # From batch 4 on, against BF16:
 #
-# - *fixed* takes 44 to 46 % of the time, and useful tokens a second fall by 9 to 10 %, but rise by 7 % against *bf16, again*;
+# - *fixed* takes 44 to 46 % of the time. But it is also compiled, so hold it against *compile*: the step is 37 to 38 % shorter,
+#   its useful tokens a second are 33 to 36 % fewer;
 # - *compile* saves 26 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 17 %;
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9. So verdicts on these times are open.
+# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9.
 #
-# **Takeaway.** *fixed* halves the step; on another H200 useful tokens a second fell by 9 to 10 % from batch 8 on. QLoRA saves
-# some 10 GB once and pays 1 GB for each example.
+# **Takeaway.** More images a second: *fixed*. More useful tokens a second: AnyRes, compiled. QLoRA saves some 10 GB once and pays
+# 1 GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -413,7 +414,7 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Dynamo alone counts, on the smallest model, so the counts are the same on every machine; `tiny` stops after three steps.
+# Dynamo alone counts, on the smallest model; `tiny` stops after three steps.
 
 # %%
 small = {
@@ -435,7 +436,7 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. All 11 fall in steps
 # 1 and 2. `torch._dynamo.utils.get_compilation_metrics()` lists the reasons. In our check most were text: in step 2 an answer is
 # a token longer, and each piece that graph breaks have cut meets the new length. With padded text, as *fixed* has it, 3 of the 11
-# were left. Varied images add 8: the published model still recompiled in step 6.
+# were left. Varied images add 8.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
 # open.
@@ -508,7 +509,7 @@ lab.verdict("A2.fixed.speed")
 # Check it directly: *compile* and *fixed* are both compiled. From one to the other FLOPs fall by 32 %, the step by 35 to 38 %. So
 # smaller inputs can explain nearly all of it. FLOPs are a guide only: *fp8-te* halves the floor and saves 14 %.
 #
-# And without padding to 2,048, how many FLOPs would a small square need?
+# A small square without padding to 2,048?
 
 # %%
 whole = step_flops(image_tokens(672, 672) + 14, 5)  # with 14 tokens of text
@@ -573,8 +574,9 @@ course, _ = document_attention(None, q, k, v, None, 8**-0.5, boundaries=ends)
 torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
-# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Positions start anew: `position_ids =
-# torch.cat([torch.arange(n) for n in lengths])[None]`.
+# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Its default is *not* causal: pass `window_size=(-1,
+# 0)`, in older versions `is_causal=True`. Positions start anew: `position_ids = torch.cat([torch.arange(n) for n in
+# lengths])[None]`.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -633,12 +635,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# So how fast? Per 1,000 useful tokens *blocks compiled* takes 69.6 ms where the plain loop takes 129, and keeps all pixels.
-# *packed* takes 61.5 and 59 GB in place of 27. But its step has four times the tokens, logits of answers only, and somewhat
-# smaller images. *fixed* wasn't run in this way, so whether AnyRes reaches its speed is open.
+# *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images. *packed* takes
+# 61.5, but 59 GB in place of 27, four times the tokens a step, and smaller images. *fixed* wasn't run here; section 3 compares it
+# with *compile*.
 #
-# **Takeaway.** On our H200 all rungs together probably halve the time of a useful token: −52 %, beyond BF16's own noise of −30 to
-# +13 %.
+# **Takeaway.** Remove host waits, compile blocks, then pack: together −48 to −52 %, on an unsteady machine. Single rungs aren't
+# clear of the noise.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -809,8 +811,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* leaves one between steps. Lab 05's *fp8-frozen* holds
-# one, and transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with
+# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* holds one between steps; the peak within a step wasn't
+# measured. All FP8 rows took 1.5 to 1.9 times BF16's time: here FP8 buys memory, not speed. Lab 05's *fp8-frozen* holds one, and
+# transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with
 # *fp8-frozen*.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
@@ -969,12 +972,12 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# Here *fixed*'s first step takes 8 s, in the article 106. By these two numbers it leads from step 5; if step 2 compiles as long,
-# from 15. But its step does less. Seconds for a million useful tokens, from section 3: *compile* 120, *fp8-te* 136, *bf16* 161
-# and again 191, *fixed* 179, *qlora* 181.
+# Here *fixed*'s first step takes 8 s, in the article 106. By these two numbers it leads from step 5, *fp8-te* being the last that
+# it passes; if step 2 compiles as long, from 15. But its step does less: a million useful tokens take *compile* 120 s, by section
+# 3, and *fixed* 179.
 #
-# **Takeaway.** First fix what must be trained on, then compare total times. If small images suffice, *fixed* wins; if you need
-# the pixels, probably *compile*.
+# **Takeaway.** First fix what must be trained on, then compare total times. Of these five: small images suffice, *fixed*; you
+# need the pixels, probably *compile*. Not compared: unpadded squares, and section 6's packing.
 
 # %% [markdown]
 # ## Exercises

@@ -266,8 +266,9 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 # The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
 # block's largest weight gets an end level. The figure shows it: the spikes at ±1.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits, and NF4 takes off a seventh, against 15 even levels. Converted weights
-# take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks to a half, not a quarter.
+# **Takeaway.** Blocks nearly halve the error of 4 bits, and NF4 takes off a seventh, partly because INT4 leaves one of 16 levels
+# unused. Converted weights take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks to a
+# half, not a quarter.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -411,7 +412,7 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 #
 # $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
 #
-# Which $B$ does the kernel reach on one large matrix? And what does a 4-bit layer cost the host?
+# The next cells measure $B$, and the host's cost.
 
 
 # %%
@@ -505,7 +506,7 @@ lab.verdict("A3.qlora.cause")
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
 # - *Host:* its 50 ms hardly show: the GPU's gaps grow from 22 to 25 ms.
-# - *LLaVA:* 26 ms by trace, 24 by formula.
+# - *LLaVA:* its kernels took 26 ms, by formula 24. The 66 ms above are from one forward call.
 #
 # **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 of the 20 ms.
 
@@ -551,9 +552,9 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# 4.2 MB are the inputs of eight blocks, 512 × 256 × 4 bytes each; what lies inside isn't kept. These copies stop the GPU. The
-# course's `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor
-# one block before it is needed.
+# 4.2 MB are the inputs of eight blocks, 512 × 256 × 4 bytes each; what lies inside isn't kept. The host waits for each of these
+# copies. The course's `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and
+# fetches a tensor one block before it is needed.
 #
 # *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
 #
@@ -637,8 +638,9 @@ def load_with_unsloth(folder):
 # First, what does *not* set it apart: unsloth and PEFT both compute $(xA^\top)B^\top$. The other order, $x(BA)^\top$, forms a
 # matrix as large as the weight.
 #
-# **Prediction.** With $r = 8$, 3,444 tokens and the matrices of a block of Qwen3-8B, in the cell below, how many times the FLOPs
-# does the first order take, if A's and B's gradients are computed thin first?
+# **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of
+# 4,096 × 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? A's and B's gradients
+# are computed thin in both.
 
 # %%
 my_order: float | None = None  # for example 10
@@ -674,11 +676,10 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# So the order isn't unsloth's advantage. Its memory is. Section 5's methods form all logits: one float32 copy of 4 × 2,048 ×
+# Both libraries avoid it. What the tables show is memory. Section 5's methods form all logits: one float32 copy of 4 × 2,048 ×
 # 152,000 numbers is 5 GB, and there are two or three. unsloth computes its loss by chunks, and its checkpoints wait on the host.
 #
-# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. While it loads,
-# section 7's recipes are compiled here; its steps wait for that.
+# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels.
 
 # %%
 bench = Benchmark(texts["long"], same_batches=True)
@@ -797,13 +798,13 @@ if rival and rival.ok and ours.ok:
 #
 # - *Against unsloth:* 6 % less time a token, interval 4 to 29; unsloth's noise is unknown. 9.05 against 7.54 GB, 20 % more: our
 #   checkpoints, 1.2 GB, stay on the card. On two H200s with slower hosts unsloth's packed step took 611 and 703 ms, ours 378 and
-#   369; why wasn't measured.
+#   369; we don't know why.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 # - *One change at a time:* 4 bits add 20 ms to 395, compiling saves 119.
 # - FP8 also rounds activations and gradients.
 #
-# **Takeaway.** With 40 GB for this batch compile in 16 bits: 36 % more tokens. With 10 take 4 bits and checkpoints: compiled PyTorch
-# was ahead of unsloth here, by how much depends on the host. Quality and the time to compile aren't compared.
+# **Takeaway.** In about 9 GB compiled PyTorch kept up with unsloth or was ahead, on three H200s; unsloth took 1.5 GB less. With
+# 40 GB 16 bits, compiled, train 36 % more tokens than our 9 GB recipe. With checkpoints they weren't run. Quality isn't compared.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -845,9 +846,9 @@ lab.show([*larger.values()] or on_record, columns)
 # **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with
 # a bare title where it used to explain. What has changed, and can you change it back?
 #
-# **Technique.** Random weights have no habits. So you first train a small Qwen3 from scratch until it introduces what a text is
-# about. A text on the hot spring (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama."
-# Questions are about pairs of place and thing that no training text had.
+# **Technique.** You first train a small Qwen3 from scratch until it introduces what a text is about. A text on the hot spring
+# (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama." Questions are about pairs of
+# place and thing that no training text had.
 
 # %%
 steps, batch = 160, 32

@@ -381,14 +381,12 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Who sets the pace? On the H200 *accumulation* takes 965 ms for eight examples one by one, so 121 ms for each. All eight together
-# take 124. So batches of 1 and 8 take about as long: probably the host launches too slowly, or the kernels are too small for the
-# GPU. The intervals hint at the host: that of *tf32 convolutions* is 0.6 ms wide, those of rows near 124 ms, against *base*, 20
-# to 47.
+# Who sets the pace? On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
+# together take 124. Eight times the work in the same time: arithmetic doesn't set the pace. Whether the host does or too small
+# kernels, this table can't tell; a trace can, lab 02. So the limit of 50 % doesn't hold: checkpointing took +94 %, interval +52
+# to +117. How much of that is the host's wasn't measured.
 #
-# *Checkpointing* took 1.5 to 2.2 times as long. Running the forward pass again makes about half as many allocations more, by
-# section 5's figure. So it explains some 50 %; the rest is open. *Selective* checkpointing keeps the results of products, and
-# asks Python before each operation whether to keep its result:
+# *Selective* checkpointing keeps the results of products, and asks Python before each operation whether to keep its result:
 #
 # ```python
 # products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -401,10 +399,10 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 # ```
 #
-# All these names are in `torch.utils.checkpoint`. That asking is one suspect for its longer step.
+# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. That asking is one suspect for the longer step.
 #
-# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. One example at a time is the dearest form of
-# accumulation here.
+# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. A smaller micro-batch is cheap only if it
+# takes less time: here one example took as long as eight.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -448,16 +446,16 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# Against PyTorch's default, FP16 takes 124 ms for 338, and 11.5 GB for 17.5. The three switches that save much memory lengthen
-# the step. The last verdict says only that no longer step counts as sure on an unsteady machine.
+# Against PyTorch's default, FP16 takes 124 ms for 338, and 11.5 GB for 17.5. Of the switches on *base* the three that save much
+# memory probably lengthen the step. The strict rule counts none as sure, hence the last verdict.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
 #   the step (lab 04).
-# - The two forms of *AdamW* can save few bytes here: they update a thousandth of the weights. Where all weights are trained, the
-#   moments take twice the weights' bytes, and 8 bits save three quarters of them.
+# - *AdamW* updates a thousandth of the weights here, so 8 bits save few bytes. The fused form saves launches; whether that helps,
+#   the noise hides. Where all weights are trained, the moments take twice the weights' bytes, and 8 bits save three quarters of
+#   them.
 #
-# **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change: removing one bottleneck
-# exposes the next.
+# **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change.
 
 # %% [markdown]
 # ## 5 · The peak, computed
@@ -466,7 +464,8 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 #
 # **Technique.** A ledger counts the bytes of every tensor that an operation makes, for as long as anything holds it. On the
 # *meta* device tensors have shapes and no contents. The same step with the same ledger runs there, at any size and in no memory.
-# It counts storages, which views share; `finalize` subtracts one that nothing holds.
+# It counts storages, as views share one. PyTorch keeps a storage's Python object as long as the storage lives, so `finalize` runs
+# when it is freed.
 
 
 # %%
@@ -578,8 +577,9 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.1 GB too low; why is open. The
-# other six are at most 0.3 % off.
+# The figure shows recorded steps, on three scales. The worst of the nine predictions is 2.6 % off: Stable Diffusion,
+# checkpointed. Its three are 0.1 GB too low. One suspect is cuDNN's workspaces, which aren't predicted. The other six are at most
+# 0.3 % off.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
 #
@@ -589,8 +589,8 @@ lab.verdict("A3.qlora.states-small")
 # - *Qwen3:* the peak is at the *logits*, a number for each token and word, and their float32 copies. Checkpointing can't shrink
 #   them. Lab 06's chunked loss can.
 #
-# The two phases come from the allocator's list, and lie up to 0.03 GB below its counter. The next cell predicts Stable Diffusion
-# 1.5 at full size, in section 3's batch of 8. The table above has batch 4.
+# `on="cuda"` names the kind of device that is imitated; nothing runs on it. The next cell predicts Stable Diffusion 1.5 at full
+# size, in section 3's batch of 8. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")

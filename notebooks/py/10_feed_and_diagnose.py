@@ -175,7 +175,7 @@ lab.show(decodes, columns, experiment="decode")
 # noise.
 #
 # **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, and 181 times as long as
-# to read from the page cache. Once files are cached, decoding is the cost. Section 2 reads from the disk.
+# to read from the page cache. Beside decoding, reading from the cache is little. Section 3 adds resizing.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -209,14 +209,6 @@ with lab.attempt("forgetting files"):
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
 # when it is read, and drops it when memory is short. A map that is larger than memory, or not cached yet, wasn't timed.
-#
-# `Mapped` suits forked workers, which share its pages. On macOS, Windows and by default in Python 3.14 each worker would get a
-# pickled copy of all pixels. There keep `self.file`, `self.length` and `self.pixels = None`, and begin `__getitem__` with:
-#
-# ```python
-# if self.pixels is None:
-#     self.pixels = np.load(self.file, mmap_mode="r")
-# ```
 
 # %%
 shape = (len(files), side, side, 3)
@@ -245,8 +237,16 @@ took = median(ms(mapped.__getitem__, place) for place in range(8))
 print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
 # %% [markdown]
-# **Takeaway.** Where decoding sets the pace, decode once. A map takes 3 bytes a pixel, and its size is fixed. For random crops keep
-# larger pictures, and crop in `__getitem__`.
+# `Mapped` suits forked workers, which share its pages. On macOS, Windows and by default in Python 3.14 each worker would get a
+# pickled copy of all pixels. There keep `self.file`, `self.length` and `self.pixels = None`, and begin `__getitem__` with:
+#
+# ```python
+# if self.pixels is None:
+#     self.pixels = np.load(self.file, mmap_mode="r")
+# ```
+#
+# **Takeaway.** Where decoding sets the pace, decode once. Here a picture takes 0.79 MB in the map: less than its PNG, 1.25, and eight
+# times its JPEG, 0.098. Its size is fixed. For random crops keep larger pictures, and crop in `__getitem__`.
 
 # %% [markdown]
 # ## 3 · When the format matters
@@ -338,17 +338,13 @@ with lab.attempt("the law's picture"):
 # Workers or the map remove nearly all waiting; both together show no more. With four workers the map would gain only if $c$ fell
 # below 60 ms.
 #
-# What the rows of section 3's table say:
+# **What makes up $r$:** a PNG 59.5 ms, 39.7 of it decoding; a JPEG 25.3, only 5.4 of it. The other 20 are probably resizing and
+# conversion. So a GPU's decoder alone would leave a JPEG about 20 ms; it wasn't in the loop. From the map 1.4 are left, from memory
+# 1.5: so it isn't the map, which took 0.25 in section 2.
 #
-# - **Decoding:** the loop waits 59.5 ms for one PNG and 25.3 for one JPEG. Decoding is 39.7 and 5.4 of these. The other 20 are
-#   probably resizing and conversion. With the map 1.4 ms of all this are left.
-# - **GPU:** a JPEG in 0.7 ms, a core 5.4, so 16 cores 0.34 at best. It wasn't in the loop: there it would lower $r$, and take
-#   time of the GPU that trains.
-#
-# Details and limits:
-#
-# - In the picture a bar spans the 10th to the 90th percentile. The line without workers is no independent test: its $r$ was
-#   measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and *memory map*.
+# In the picture a bar spans the 10th to the 90th percentile; the line bends at $r = w c$. The line without workers is no independent
+# test: its $r$ was measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and
+# *memory map*.
 #
 # **In your own loop:**
 #
@@ -363,8 +359,8 @@ with lab.attempt("the law's picture"):
 # c = median(ms(step) for _ in range(20))
 # ```
 #
-# **Takeaway.** Measure $r$ and $c$ first. Where $r / w$ is below $c$, as in both rows with workers, a faster format showed no
-# gain. Where it is above, a step takes at least $r / w$; that wasn't tested here, but in section 5.
+# **Takeaway.** Measure $r$ and $c$. Is $r / w$ below $c$? Leave the data alone, and work on $c$: here 162 ms, with a floor of 15.
+# Above? Add workers. Still above with a worker on each core? Lower $r$: decode and resize once. Section 5 has that last case.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
@@ -455,7 +451,7 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 # %% [markdown]
 # Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. Each
 # value had one run of six steps, so the size is rough. A micro-batch of one image takes 646 / 4 = 162 ms, section 3's of four
-# images 171 to 173. One costs as much as four: probably the host sets the pace.
+# images 171 to 173. That is $c$ for one image, and about section 3's for four: probably the host sets the pace.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
 # `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -555,8 +551,9 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
 # (`labutils/tools/ablations.py`). We chose these four before measuring:
 #
-# - *Workers* reads images beside the training, one worker being enough as $r$, here 59.5 ms, is below $c$, and *caching* keeps
-#   the encoders' outputs: it saves their work as well as decoding.
+# - *Workers* reads images beside the training, one being enough: $r$ is 59.5 ms, $c$ about 162. What does the formula promise?
+#   Calculate before you look.
+# - *Caching* keeps the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
 # - *Batch size* trains four images at once, not one after the other.
 #
@@ -585,10 +582,11 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # What they say:
 #
 # - In 17 of 18 rows the predicted step is off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %.
-#   Capture promised too much in all three runs of Stable Diffusion. Here workers saved more than predicted; we don't know why.
-# - Where units agree and rounds are steady, three of four runs kept the predicted order, one of them with two fixes only.
-# - So trust a diagnosis for a rough order, not for the gain. In the first table ranges overlap but for two groups: capture and
-#   batch size come before caching and workers. Gains don't add up: what one fix has saved, the next can't save again.
+# - The formula promises 59.5 / 221.5 = 27 % for workers; the tool said 24, measured are 31. We don't know why. Capture promised too
+#   much in all three runs of Stable Diffusion.
+# - The order was kept on our H100, our H200 and LLaVA, which has two fixes only. Here caching and workers swapped, but their ranges
+#   overlap. Capture and batch size clearly come first.
+# - The first table's gains sum to 189 %, so they can't add up. Combinations, and fixes predicted below 3 %, weren't tested.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

@@ -265,20 +265,21 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
+# Noise first: one process, measured twice, differs by −14 to +3 % with all weights of the UNet, and by 0 to +10 % with its LoRA.
+# Qwen3's isn't shown.
+#
 # Read each row from left to right: one process, the bound, all at once without messages, DDP.
 #
-# - *sd15-lora, lora*: 185, 185, 184, 186 ms. A loss is too small to see.
-# - *qwen3-lora-long*, an 8 B model: 408, 408, 415, 420. Too small to see.
-# - *sd15-lora, full*, all weights of the same UNet: 145, 145, 147, 186. Sharing the host costs nothing visible. Messages come with
-#   39 ms, where the bound said at least 0.1.
+# - *LoRA*, both rows: DDP takes 2 and 5 ms more than the ranks without messages. For the UNet that is below the noise.
+# - *sd15-lora, full*, all weights of the same UNet: 145, 145, 147, 186. DDP adds 39 ms, where the bound said at least 0.1. That is
+#   more than the noise, 20 ms, but its size is uncertain.
 #
-# The bound counts only what is sent after the last gradient. The rest may be NCCL's kernels, which take a part of the GPU while
-# they are hidden, copies into buckets and back, or waiting for the slower rank. Some 130 buckets alone take 14 ms. These weren't
-# separated. Section 3 sends once in four micro-batches.
+# The bound counts only what is sent after the last gradient. To send all 131 buckets, with nothing computing, would take 14 ms. The
+# rest wasn't separated: NCCL's kernels take a part of the GPU, buckets are copied, and ranks wait for the slower one.
 #
-# How sure is this? One process, measured twice, differs by −14 to +3 % for all weights and by 0 to +10 % for LoRA. So both verdicts
-# are *inconclusive*. They count examples a second: +53 to +75 % is an efficiency of 76 to 88 %. *Ours* are two H200s of another
-# host: 64 %, and 90 with LoRA. 256 MiB reached 297 GB/s on the H100s, two thirds of the data sheet's 450.
+# Both verdicts are *inconclusive*: on an unsteady machine no time decides. They count examples a second: +53 to +75 % is an
+# efficiency of 76 to 88 %. *Ours*, two H200s of another host, reached 64 %, and 90 with LoRA. The largest message, 256 MiB, reached
+# 297 GB/s here: section 1's prediction.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, run the ranks without messages: what
 # remains comes with DDP.
@@ -375,11 +376,10 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# Where *gradients* has –, each rank has one micro-batch; with *sync each* and *no_sync* four. *sync each* was measured *again*:
-# 706 and 664 ms. *no_sync* took 578: three sends fewer saved 128 or 86 ms. Section 2's 39 ms a send predict 117. So two experiments
-# agree, within the 42 ms between the repeats. *sync each* also holds 2.2 GB more; why wasn't measured.
+# **Memory.** FSDP should hold 20 − 16/2 = 12 bytes a parameter less: 29.1 − 12 · 0.86 = 18.8 GB. Measured: 15.9. The count misses 2.9.
 #
-# The formula says $29.1 - 12\cdot0.86 = 18.8$ GB for FSDP, these H100s 15.9. The 2.9 GB between them are not explained.
+# **Time.** *–* is one micro-batch, the other rows have four. *sync each* took 706 ms, *again* 664, *no_sync* 578. So three sends fewer
+# saved 128 or 86; section 2's 39 predict 117. A rough check: the repeats differ by 42 ms, and *no_sync* ran once.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took
 # 16 % longer.
@@ -421,7 +421,7 @@ plt.show()
 # fit otherwise.
 
 # %% [markdown]
-# ## 4 · Which network is fast enough?
+# ## 4 · Which network is too slow?
 #
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
@@ -450,14 +450,17 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# These are upper bounds, so they can only exclude a network. Below 50 % two GPUs are slower than one; here a network is
-# *excluded* if it can't reach even that. *full*, all weights, gets at most 44 % on 100 GbE. So 100 GbE is excluded for it, though
-# narrowly: the base varies by up to 14 %. The article's 25 and 40 GbE are slower still. 1 GbE is excluded for LoRA of an 8 B
-# model, at most 43 %. It holds for two H100s, one micro-batch this big and float32 gradients. With BF16 gradients or `no_sync`
-# fewer networks are excluded. With N ranks the bound falls, and the limit is 1/N: calculate again.
+# An upper bound can only exclude. Below 50 % two GPUs are slower than one; with N the limit is 1/N.
 #
-# What isn't excluded needn't be fast enough: for NVLink the bound says 100 % for *full*, and section 2 measured 76 to 88. Others
-# weren't measured.
+# | training | excluded | best bound among these |
+# |---|---|---|
+# | UNet, LoRA | none | – |
+# | Qwen3 8 B, LoRA | 1 GbE | 43 % |
+# | UNet, all weights | 1, 10, 100 GbE | 44 % |
+#
+# The article's 25 and 40 GbE are slower than 100: excluded for all weights, too. The 44 % is narrow, as the base varies by up to
+# 14 %. All this is for two H100s, one micro-batch and float32 gradients; BF16 or `no_sync` excludes less. What isn't excluded needn't
+# be fast enough: NVLink's bound is 100 %, and section 2 measured 76 to 88.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which networks are too slow.
 
