@@ -181,10 +181,9 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
 # On our H200 the kernels fell from 156 to 131 ms, and the step from 760 to 468: most of the gain is the host's. Launches fell to
-# 1 / 1.40, which lies in the interval, 1.34 to 1.76, as if the host sets the pace. The GPU still waits most of the time. On
-# another H200's host the gain was 1.6x, on an H100's 1.5x. For the UNet, $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps; with
-# that interval, 440 to 740. Three other processes were at work during these 144 s: with nothing beside it, that step took 126 s
-# on the other H200. The gain exceeds the noise, but beside an unsteady host no published number is judged.
+# 1 / 1.40, which lies in the interval, 1.34 to 1.76, as if the host sets the pace. The GPU still waits most of the time. For the
+# UNet, $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps; with that interval, 440 to 740. The gain exceeds the noise, but beside
+# an unsteady host no published number is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -429,12 +428,24 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # *adds*. A graph that was captured without gradients repeats the storing, and each replay overwrites the one before. So
 # allocate gradients first, and zero them in place.
 #
-# `GraphStep` in `labutils/training/step.py` captures the whole step:
+# `GraphStep` in `labutils/training/step.py` captures the whole step. In short:
 #
-# 1. Allocate inputs for four micro-batches and a zero `.grad` for each parameter. A learning rate that changes must be a tensor.
-# 2. Warm up with a few whole steps, then put back parameters, moments, loss scale, log and random state.
-# 3. Capture one function: zero the gradients in place, four forward and backward passes, unscale, clip, AdamW, `ring.put`.
-# 4. In each step copy the batches in and replay. PyTorch's generator gives each replay new random numbers.
+# ```python
+# for p in parameters: p.grad = torch.zeros_like(p)
+# # warm up with whole steps; put back parameters, moments, loss scale, ring, random state
+# with torch.cuda.graph(graph):
+#     for p in parameters: p.grad.zero_()
+#     for x in inputs:  # four micro-batches, at fixed addresses
+#         loss = loss_of(x)
+#         scaler.scale(loss / 4).backward()
+#     scaler.unscale_(adamw)
+#     nn.utils.clip_grad_norm_(parameters, 1.0)
+#     scaler.step(adamw); scaler.update()  # fused: an overflow stays on the GPU
+#     ring.put(loss)
+# # each step: copy the batches into inputs, then graph.replay()
+# ```
+#
+# A learning rate that changes must be a tensor. PyTorch's generator gives each replay new random numbers.
 #
 # **Your prediction:** the compiled step's kernels take 131 ms on the H200; on a GPU section 1's table has yours. How many
 # milliseconds does the captured step take?
@@ -596,9 +607,9 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s, and a step saves 28 ms: paid after
-# about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*, by seven settings
-# together. It has some 1,600 kernels, where the captured step had 17,214: one batch of four launches a layer once, and there is
-# no encoder.
+# about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*; its seven settings
+# weren't measured one by one. One batch of four takes the streams' place: it fills the GPU as well, and launches each layer once.
+# `layers='rewritten'` is section 5's GroupNorm and a GEGLU that keeps the layout; `cudnn_benchmark` lets cuDNN time its kernels.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -626,9 +637,9 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 #
 # Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
 #
-# In the picture, a hollow rung's interval reaches into the stock loop's noise, up to 1.19x on our H200: measured again in the
-# same round, that loop took from 11 % less to 19 % more. A filled rung is more than that noise, though verdicts stay
-# *inconclusive*. Captured steps hardly jitter: *side by side* gained 1.59 to 1.60x in each round.
+# A factor is the median of six rounds' ratios: so *pinned* can stand at 1.07x with 472 ms after 468. In the picture, a hollow
+# rung's interval reaches into the stock loop's noise, up to 1.19x on our H200: measured again in the same round, that loop took
+# from 11 % less to 19 % more. A filled rung is more than that noise, though verdicts stay *inconclusive*.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its exponentials
 # (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too: 0.9 ms a step,
@@ -644,8 +655,9 @@ def kinds(found):
 lab.show([runs["folded LoRA"]], kinds, experiment="ladder", rung="folded LoRA")
 
 # %% [markdown]
-# **Takeaway.** First the data, then the host, then the kernels and the work. What a rung is worth shows only when the slower
-# thing before it is out of the way.
+# **Takeaway.** A rung's worth depends on where it stands. Compiling gained 292 ms while the host set the pace. Of a captured step
+# it would probably take the kernels' 25, and pay after some 6,000 steps in place of 490. When the bottleneck moves, measure
+# again.
 
 # %% [markdown]
 # ## Exercises
