@@ -180,10 +180,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# On our H200 the kernels fell from 156 to 131 ms, and the step from 760 to 468: most of the gain is the host's. Launches fell to
-# 1 / 1.40, which lies in the interval, 1.34 to 1.76, as if the host sets the pace. The GPU still waits most of the time. For the
-# UNet, $n = (144 - 1) / (0.760 - 0.468)$, some 490 steps; with that interval, 440 to 740. The gain exceeds the noise, but beside
-# an unsteady host no published number is judged.
+# On this H200 the kernels fell from 156 to 131 ms, and the step from 760 to 468: the host saves most of that. Launches fell by a
+# factor of 1.40, within 1.34 to 1.76, as if the host set the pace. The GPU still waits most of the time. For the UNet, $n = 143 /
+# (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else compiles. The gain exceeds the
+# noise, but on an unsteady host no published time is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -432,16 +432,16 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 #
 # ```python
 # for p in parameters: p.grad = torch.zeros_like(p)
-# # warm up with whole steps; put back parameters, moments, loss scale, ring, random state
+# # warm up with whole steps; put back parameters, adamw, scaler, ring, random state
 # with torch.cuda.graph(graph):
 #     for p in parameters: p.grad.zero_()
 #     for x in inputs:  # four micro-batches, at fixed addresses
 #         loss = loss_of(x)
+#         ring.put(loss)
 #         scaler.scale(loss / 4).backward()
 #     scaler.unscale_(adamw)
 #     nn.utils.clip_grad_norm_(parameters, 1.0)
-#     scaler.step(adamw); scaler.update()  # fused: an overflow stays on the GPU
-#     ring.put(loss)
+#     scaler.step(adamw); scaler.update()  # fused: the GPU handles an overflow
 # # each step: copy the batches into inputs, then graph.replay()
 # ```
 #
@@ -606,10 +606,11 @@ columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
 lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s, and a step saves 28 ms: paid after
-# about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*; its seven settings
-# weren't measured one by one. One batch of four takes the streams' place: it fills the GPU as well, and launches each layer once.
-# `layers='rewritten'` is section 5's GroupNorm and a GEGLU that keeps the layout; `cudnn_benchmark` lets cuDNN time its kernels.
+# Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s. A step saves 28 ms, so caching pays
+# after about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*; its seven
+# settings weren't measured one by one. One batch of four takes the streams' place: it launches a layer's kernels once, not four
+# times. `layers='rewritten'`: section 5's GroupNorm, 1x1 convolutions, gated MLPs. `cudnn_benchmark`: cuDNN keeps its fastest
+# kernels.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -637,9 +638,9 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 #
 # Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
 #
-# A factor is the median of six rounds' ratios: so *pinned* can stand at 1.07x with 472 ms after 468. In the picture, a hollow
-# rung's interval reaches into the stock loop's noise, up to 1.19x on our H200: measured again in the same round, that loop took
-# from 11 % less to 19 % more. A filled rung is more than that noise, though verdicts stay *inconclusive*.
+# A speed-up is the median of six ratios: so *pinned* can show 1.07x with 472 ms after 468. A hollow rung's interval reaches below
+# 1.19x, the noise on this H200: the interval of the stock loop, measured again in the same rounds, is 11 % less to 19 % more
+# time. A filled rung exceeds it, but verdicts on times stay *inconclusive*.
 #
 # What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its exponentials
 # (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too: 0.9 ms a step,
@@ -655,9 +656,9 @@ def kinds(found):
 lab.show([runs["folded LoRA"]], kinds, experiment="ladder", rung="folded LoRA")
 
 # %% [markdown]
-# **Takeaway.** A rung's worth depends on where it stands. Compiling gained 292 ms while the host set the pace. Of a captured step
-# it would probably take the kernels' 25, and pay after some 6,000 steps in place of 490. When the bottleneck moves, measure
-# again.
+# **Takeaway.** A rung's worth depends on where it stands. With the host as the limit, compiling gained some 260 ms and paid after
+# 560 steps. In a captured step it would probably save the kernels' 25 ms, and pay after some 5,700 steps. When the bottleneck
+# moves, measure again.
 
 # %% [markdown]
 # ## Exercises

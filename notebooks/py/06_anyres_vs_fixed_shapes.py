@@ -228,7 +228,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# **Takeaway.** Report useful tokens a second and images a second together: a small square throws pixels away.
+# **Takeaway.** Report useful tokens a second and images a second together: small squares inflate the second.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -284,9 +284,9 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# Read *step*, *useful tokens/s* and *peak* first. *step* is a median, the rates use means: one slow step shows only there. *Data*
-# is waiting for images. *Floor*, FLOPs at your card's measured rate, and *MFU*, the share of the peak, for *fp8-te* of FP8's,
-# leave out what is computed again.
+# Read *step*, *useful tokens/s* and *peak* first. *step* is a median; rates and *MFU* use means, where one slow step shows.
+# *Data* is waiting for images. *Floor* is FLOPs at your card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's.
+# Both leave out what is computed again.
 #
 # On another H200:
 
@@ -306,16 +306,16 @@ plt.show()
 # %% [markdown]
 # From batch 4 on, against BF16:
 #
-# - *fixed* takes 44 to 46 % of the time. But it is also compiled, so hold it against *compile*: the step is 37 to 38 % shorter,
-#   its useful tokens a second are 33 to 36 % fewer;
+# - *fixed* takes 44 to 46 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
+#   useful tokens a second 33 to 36 % fewer;
 # - *compile* saves 26 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 17 %;
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# At batch 4 one step of *bf16, again* took 3.0 s, its others 1.9.
+# *bf16, again* had one step of 3.0 s: no time at batch 4 decides.
 #
-# **Takeaway.** More images a second: *fixed*. More useful tokens a second: AnyRes, compiled. QLoRA saves some 10 GB once and pays
-# 1 GB for each example.
+# **Takeaway.** Probably *fixed* gives most images a second, *compile* most useful tokens. QLoRA saves some 10 GB once and pays 1
+# GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -414,7 +414,7 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Dynamo alone counts, on the smallest model; `tiny` stops after three steps.
+# Only the tracer, Dynamo, runs, on the smallest model; `tiny`: three steps.
 
 # %%
 small = {
@@ -434,9 +434,9 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
 # The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. All 11 fall in steps
-# 1 and 2. `torch._dynamo.utils.get_compilation_metrics()` lists the reasons. In our check most were text: in step 2 an answer is
-# a token longer, and each piece that graph breaks have cut meets the new length. With padded text, as *fixed* has it, 3 of the 11
-# were left. Varied images add 8.
+# 1 and 2. `torch._dynamo.utils.get_compilation_metrics()` lists the reasons. In our check padded text, as in *fixed*, left 3 of
+# the 11: in step 2 an answer is a token longer, and each piece between graph breaks meets that length. Varied images add 8 by
+# step 6.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
 # open.
@@ -477,9 +477,6 @@ my_sum: float | None = None  # in percent
 
 lab.predict("compiling and fewer FLOPs", my_sum, "%")
 
-# %% [markdown]
-#
-
 # %%
 def sums(found):
     """The article's sums, and those of the cells of these runs."""
@@ -503,13 +500,13 @@ lab.table(sums(Runs([*seen, *on_record])))
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
-# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If its low and high ends belong
-# together, seven are left, else 1 to 13. On our H200s 2 to 4 are left; by *compile*'s interval 1 to 8 at batch 4.
+# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If 11 % belongs to 47, and 20
+# to 53, seven are left, else 1 to 13. On our H200s 2 to 4 are left; by both intervals 1 to 11 at batch 4.
 #
-# Check it directly: *compile* and *fixed* are both compiled. From one to the other FLOPs fall by 32 %, the step by 35 to 38 %. So
-# smaller inputs can explain nearly all of it. FLOPs are a guide only: *fp8-te* halves the floor and saves 14 %.
+# The same in another way: *compile* and *fixed* are both compiled. FLOPs fall by 32 %, the step by 35 to 38 %. So smaller inputs
+# can explain most of that. The floor is only a guide: *fp8-te* halves it and saves 14 %.
 #
-# A small square without padding to 2,048?
+# FLOPs without padding to 2,048:
 
 # %%
 whole = step_flops(image_tokens(672, 672) + 14, 5)  # with 14 tokens of text
@@ -518,8 +515,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Savings multiply. Compiling and smaller inputs probably make most of the half. Without padding 39 % of the FLOPs
-# would do, where *fixed* computes 68. Varying images can't be the cause: the article had none.
+# **Takeaway.** What remains multiplies. Compiling and smaller inputs probably make most of the half. Without padding 39 % of the
+# FLOPs would do, where *fixed* computes 68. Varying images can't be the cause: the article had none.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -635,12 +632,12 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images. *packed* takes
-# 61.5, but 59 GB in place of 27, four times the tokens a step, and smaller images. *fixed* wasn't run here; section 3 compares it
-# with *compile*.
+# *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images. *packed*: 61.5,
+# but 59 GB, not 27, four times the tokens a step, and 12 % fewer an image. *fixed* wasn't run here; section 3 compares it with
+# *compile*.
 #
-# **Takeaway.** Remove host waits, compile blocks, then pack: together −48 to −52 %, on an unsteady machine. Single rungs aren't
-# clear of the noise.
+# **Takeaway.** All rungs together: 48 or 52 % less time a useful token, on an unsteady machine. Single rungs aren't clear of the
+# noise.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -812,9 +809,8 @@ steps = model = None
 
 # %% [markdown]
 # Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* holds one between steps; the peak within a step wasn't
-# measured. All FP8 rows took 1.5 to 1.9 times BF16's time: here FP8 buys memory, not speed. Lab 05's *fp8-frozen* holds one, and
-# transposes a layer at a time. QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with
-# *fp8-frozen*.
+# measured. Lab 05's *fp8-frozen* holds one, too, and transposes a layer at a time. FP8 rows took 1.5 to 1.9 times BF16's time.
+# QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 
@@ -972,12 +968,12 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# Here *fixed*'s first step takes 8 s, in the article 106. By these two numbers it leads from step 5, *fp8-te* being the last that
-# it passes; if step 2 compiles as long, from 15. But its step does less: a million useful tokens take *compile* 120 s, by section
-# 3, and *fixed* 179.
+# Here *fixed*'s first step takes 8 s, in the article 106. By section 3's times it leads from step 6, where it passes *qlora*; if
+# step 2 takes as long, from 15. But its step does less: a million useful tokens take *compile* 120 s, by section 3, and *fixed*
+# 179.
 #
-# **Takeaway.** First fix what must be trained on, then compare total times. Of these five: small images suffice, *fixed*; you
-# need the pixels, probably *compile*. Not compared: unpadded squares, and section 6's packing.
+# **Takeaway.** First decide what to train on, then compare total times. For small images *fixed*; for full ones, after some 30
+# steps, probably *compile*. Not compared: unpadded squares, and section 6's packing.
 
 # %% [markdown]
 # ## Exercises

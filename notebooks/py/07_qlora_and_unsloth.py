@@ -161,7 +161,7 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# At 100 sigma 31 % of the other codes are 0 and the rest near it. From about 5 · 254 = 1,270 sigma on all are 0.
+# At 100 sigma 31 % of the other codes are 0. Beyond some 5 · 254 = 1,270 sigma all are 0.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -170,9 +170,9 @@ lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 #
 # **Question.** Four bits are 16 levels. Weights are roughly normal: many small ones, few large ones. Where should the levels lie?
 #
-# **Technique.** NF4 puts levels at *quantiles*. From probability 0.5 outwards it takes even steps up to an edge: eight above
-# zero, seven below; zero is the sixteenth level. At probability 1 the quantile is infinite, so the edge stays back half a share:
-# 1/32 if there are 16 shares, 1/30 if 15. bitsandbytes takes the middle, 0.9677.
+# **Technique.** NF4 takes *quantiles*: values below which a given share of normal numbers lies. From 0.5, level zero, the share
+# goes in even steps to an edge: eight up, seven down. At 1 the quantile is infinite, so the edge lies half of 1/16 or 1/15 below.
+# bitsandbytes takes the middle, 0.9677, and divides by the largest level.
 
 # %%
 edge = 0.9677083  # between 1 - 1/32 and 1 - 1/30: half a share of 16, and of 15
@@ -222,7 +222,7 @@ print("bytes, constants and restored weights: bitsandbytes', bit for bit")
 
 # %% [markdown]
 # The constants take 32/64, half a bit a weight. *Double quantisation* puts these in 8 bits: their mean is subtracted, and each
-# 256 share one constant. The 256 levels are a floating-point format of bitsandbytes' own.
+# 256 share one constant. The 256 levels are bitsandbytes' own format. On a CPU two constants in a thousand differ.
 
 # %%
 levels8, mean = bnb.create_dynamic_map(), peaks.mean()
@@ -234,9 +234,6 @@ assert torch.equal(peaks8.flatten(), double.state2.absmax) and mean == double.of
 print(f"{(codes8.flatten() == double.absmax).float().mean():.2%} of the codes are bitsandbytes'")
 own = (levels8[double.absmax.view(-1, 256).int()] * peaks8 + mean).view(-1, 1)
 assert torch.equal((nf4[codes] * own).view_as(W), bnb.dequantize_4bit(library, double))
-
-# %% [markdown]
-#
 
 # %%
 one_codes, one_peak = nearest(int4, W.view(1, -1))
@@ -264,10 +261,10 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
 # The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
-# block's largest weight gets an end level. The figure shows it: the spikes at ±1.
+# block's largest weight gets an end level. That stretches the levels, so codes near 0 are too frequent.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits, and NF4 takes off a seventh, partly because INT4 leaves one of 16 levels
-# unused. Converted weights take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks to a
+# **Takeaway.** Blocks nearly halve the error of 4 bits, and NF4 takes off a seventh, partly because our INT4 has 15 levels, not
+# 16. Converted weights take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks to a
 # half, not a quarter.
 
 # %% [markdown]
@@ -464,7 +461,7 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 # %% [markdown]
 # **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Both have packed rows, a
 # loss by chunks, no checkpoints, and adapters without PEFT's casts to float32. Each weight is restored twice. Traces give the
-# kernels' sum; a third, lab 06's LLaVA with checkpoints, tests the formula on another model, with three uses.
+# kernels' sum. Another trace, of lab 06's LLaVA with checkpoints, tests the formula with three uses.
 
 # %%
 with Benchmark(texts["long"], same_batches=True) as bench:
@@ -506,7 +503,7 @@ lab.verdict("A3.qlora.cause")
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
 # - *Host:* its 50 ms hardly show: the GPU's gaps grow from 22 to 25 ms.
-# - *LLaVA:* its kernels took 26 ms, by formula 24. The 66 ms above are from one forward call.
+# - *LLaVA:* restoring took 26 ms, by formula 24. The 66 ms: 672 times a forward call's 98 µs.
 #
 # **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 of the 20 ms.
 
@@ -552,7 +549,7 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# 4.2 MB are the inputs of eight blocks, 512 × 256 × 4 bytes each; what lies inside isn't kept. The host waits for each of these
+# 4.2 MB are eight blocks' inputs, 512 × 256 × 4 bytes each; the other eight tensors are empty. The host waits for each of these
 # copies. The course's `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and
 # fetches a tensor one block before it is needed.
 #
@@ -589,21 +586,21 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# On the H200, in medians:
+# On the H200; steps in medians:
 #
 # | from LoRA to QLoRA | ms | GB |
 # |---|---|---|
 # | LoRA | 921 | 102 |
-# | checkpoints | + 357, interval 350 to 507 | − 68 |
-# | 4 bits: restoring, the row *other* | + 26 | − 10 |
-# | float32, probably: elementwise and casts; embedding, head, checkpoints | + 154 | + 4.9 |
-# | gaps, and what isn't explained | + 38 | + 1 |
+# | checkpointing | + 357, interval 350 to 507 | − 68 |
+# | 4 bits: restoring, the row *other* | + 26, trace | − 10, section 4 |
+# | float32, probably: ms, elementwise and casts; GB, embedding, head, checkpoints | + 154, trace | + 4.9, computed |
+# | gaps, and what isn't explained | + 38 | + 1.3 |
 # | QLoRA | 1,496 | 30 |
 #
 # Offloading saved 2.3 of 34.1 GB, at no cost in time that shows. All checkpoints here are 2.4 GB: 30 % needs a run where they are
 # a larger part.
 #
-# **Takeaway.** Checkpoints are most of QLoRA's extra time, and of its saving. Restoring is 26 of 575 ms.
+# **Takeaway.** Checkpointing is most of QLoRA's extra time and saving. Restoring is 26 of 575 ms.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -638,9 +635,9 @@ def load_with_unsloth(folder):
 # First, what does *not* set it apart: unsloth and PEFT both compute $(xA^\top)B^\top$. The other order, $x(BA)^\top$, forms a
 # matrix as large as the weight.
 #
-# **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of
-# 4,096 × 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? A's and B's gradients
-# are computed thin in both.
+# **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
+# 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
+# gradients need thin products only.
 
 # %%
 my_order: float | None = None  # for example 10
@@ -676,7 +673,7 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# Both libraries avoid it. What the tables show is memory. Section 5's methods form all logits: one float32 copy of 4 × 2,048 ×
+# Both avoid the wide order. We can explain the memory. Section 5's methods form all logits: one float32 copy of 4 × 2,048 ×
 # 152,000 numbers is 5 GB, and there are two or three. unsloth computes its loss by chunks, and its checkpoints wait on the host.
 #
 # **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels.
@@ -796,15 +793,15 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*. On the H200:
 #
-# - *Against unsloth:* 6 % less time a token, interval 4 to 29; unsloth's noise is unknown. 9.05 against 7.54 GB, 20 % more: our
-#   checkpoints, 1.2 GB, stay on the card. On two H200s with slower hosts unsloth's packed step took 611 and 703 ms, ours 378 and
-#   369; we don't know why.
+# - *Against unsloth:* 6 % less time a token, interval 4 to 29; unsloth's noise is unknown. 9.05 against 7.54 GB, 20 % more:
+#   checkpoints on the card are 1.2 of 1.5. On two other H200s, not shown, unsloth's packed step took 611 and 703 ms, ours 378 and
+#   369.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 # - *One change at a time:* 4 bits add 20 ms to 395, compiling saves 119.
 # - FP8 also rounds activations and gradients.
 #
-# **Takeaway.** In about 9 GB compiled PyTorch kept up with unsloth or was ahead, on three H200s; unsloth took 1.5 GB less. With
-# 40 GB 16 bits, compiled, train 36 % more tokens than our 9 GB recipe. With checkpoints they weren't run. Quality isn't compared.
+# **Takeaway.** On this H200 compiled PyTorch took 6 % less time a token than unsloth, and 9 GB against 7.5. In 40 GB compiled 16
+# bits train 36 % more tokens a second than that; not run with checkpoints. Quality isn't compared.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -846,9 +843,9 @@ lab.show([*larger.values()] or on_record, columns)
 # **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with
 # a bare title where it used to explain. What has changed, and can you change it back?
 #
-# **Technique.** You first train a small Qwen3 from scratch until it introduces what a text is about. A text on the hot spring
-# (温泉) of Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama." Questions are about pairs of
-# place and thing that no training text had.
+# **Technique.** First you train a small Qwen3 from scratch to introduce what a text is about. A text on the hot spring (温泉) of
+# Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama." Questions are about pairs of place and
+# thing that no training text had.
 
 # %%
 steps, batch = 160, 32

@@ -21,10 +21,10 @@
 # [Article A3](https://proc-cpuinfo.fixstars.com/2025/12/6000-max-q-llm-finetuning) trains two models on two cards. On the dense
 # Qwen3-32B an H100 is two and a half times as fast as an RTX PRO 6000 Blackwell Max-Q. On gpt-oss-120b, a mixture of experts, the
 # workstation card wins on long texts. The article blames the H100's *host*: its CPU hands out work too slowly. But the H100 also
-# ran half the batch. Which of the two does it take?
+# ran half the batch. Can that explain the order?
 #
-# You write a model of ten lines that predicts a step from its launches. With gaps between kernels it was off by at most 20 % on
-# Qwen3-8B and gpt-oss-20b. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. Refined, it was off by at most 20 % on Qwen3-8B and
+# gpt-oss-20b. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -315,9 +315,9 @@ lab.table(pd.DataFrame(rows))
 #
 # 1. Trace the step: its kernels in order, and its waits. The profiler hardly slows a GPU's kernels, so their times come from the
 # trace.
-# 2. Time, without the profiler, the same step on 8 tokens, where the host decides. The $c$ whose replay takes as long is `c_short`.
-# 3. The host pays for *operations*. A longer text has as many, in more launches. So multiply `c_short` by operations a launch
-#    there, over those of the short step.
+# 2. Trace and, unprofiled, time a step on texts of 8 tokens: the host decides. The $c$ whose replay takes as long is `c_short`.
+# 3. The host pays for *operations*. A longer text has as many, in more launches. So $c$ is `c_short` × its operations a launch / the
+#    short step's.
 
 
 # %%
@@ -378,8 +378,8 @@ def launch_ms(queue, step_ms):
 
 # %% [markdown]
 # **Two models to try it on**: a dense one, and a *mixture of experts*. The latter sends each token to two of eight MLPs, its
-# experts, and computes one expert after the other. For each it waits for the GPU some seven times. For a model of yours change
-# `models`, `lengths`, `steps_of` and `training_step`.
+# experts, and computes one expert after the other. For each it waits for the GPU some seven times. For yours, without Triton,
+# change `models`, `lengths`, `steps_of`, `training_step`.
 
 # %%
 width, layers = {"tiny": (64, 2), "small": (1024, 4), "full": (2048, 8)}[lab.scale]
@@ -453,9 +453,9 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Host, ms* is the same in all rows of a model by step 3, not by measurement. Where clocks are close, as in *moe*, 2,048, the
-# replay is off by 6 %, the larger sum by 25. Where the host decides *moe*, it took less than the short step says, and the larger
-# sum is nearer.
+# *Host, ms* is the same in all rows of a model by rule 3, not by measurement. Where clocks are close, the replay is 6 % off, the
+# larger sum 10 in *dense*, 1,024, or 25 in *moe*, 2,048. In *moe*, 256 and 1,024, the host took less than rule 3 says. So the
+# larger sum is nearer.
 #
 # **Takeaway.** A trace and a short step predict a step, here within 11 %.
 
@@ -568,10 +568,10 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# *Dense*: kernels decide, 370 ms against launches of 277 or, *again*, 340. Gaps bring the replay from −9 to −3 %.
+# *Dense*: kernels decide, 370 ms against launches of 277 or, *again*, 340. Refined, the replay goes from −9 to −3 %.
 #
-# *Loop*: the host decides, launches of 1,249 or 1,137 ms, some 20 µs each, against kernels of 498: the GPU idles 64 or 56 %. The
-# same step took 1,372 and 1,140 ms.
+# *Loop*: the host decides, launches of 1,249 or 1,137 ms, 18 to 20 µs each, against kernels of 498: the GPU idles 64 or 56 %. The
+# same step took 1,372 and 1,140 ms; the replay is off by 0 and 11 %.
 #
 # **Takeaway.** Know which clock decides before you buy a card.
 
@@ -634,7 +634,7 @@ with lab.attempt("A CUDA graph of grouped"):
 # **Measurement.** gpt-oss's loop and four other ways:
 # - *grouped*: `set_experts_implementation("grouped_mm")`, transformers 5's default;
 # - *rewritten*: the course's grouped experts, attention in one kernel, packed texts and a fused AdamW;
-# - *captured*: that in one CUDA graph, after six copies;
+# - *captured*: that in one CUDA graph, inputs copied in;
 # - *compiled*: captured, with compiled blocks and a loss that never forms all logits.
 #
 # **Your prediction:** how many times as fast as the loop is *grouped*?
@@ -681,9 +681,9 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Grouped* needs a seventh of the launches, of 24 µs each on average. They take 212 ms, kernels 441: the GPU decides. The step is
-# 2.4 to 2.9 times as fast, by the two readings of the loop. *Rewritten* nearly halves kernels' time; that of LoRA's thin
-# products, *thin GEMM*, falls to a twelfth. Now both clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its
-# *floor* (lab 00).
+# 2.4 to 2.9 times as fast, by the two readings of the loop. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms,
+# LoRA's *thin GEMM* 62, casts 43. Now both clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*
+# (lab 00).
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -874,13 +874,12 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# - *The H100's kernels* lie between the ends. That is a weak test: the ends are wide, and both cards have one peak.
+# - *The H100's kernels* lie between the ends. That is a weak test: the ends are wide, and both peaks are equal.
 # - *The H100's steps*, with their own $c$, lie between too, except the loop's, 9 % above. Bars in the figure have this host's
 #   $c$.
-# - *The H200's own steps* are 6 to 9 % longer than the short form says, but for *captured*: it leaves out gaps and takes launches
-#   as alike.
+# - *The H200's own steps* take 6 to 10 % more than the short form says, except *captured*: it omits gaps and unevenness.
 #
-# Launches don't get faster with a card. From H100 to B200 the loop hardly gains. *Grouped* gains 2.1 to 2.4 times.
+# Launches don't get faster with a card. From H100 to B200 we predict 1.0 times for the loop, 2.1 to 2.4 for *grouped*.
 #
 # **Back to the article.** For the loop we predict 0.91 to 0.96 of the H100's speed for an RTX PRO. How can it win by 1.3 to 1.4
 # on long texts? The article ran 32 of them a step on it, and 16 on the H100. If the host decides on the H100, half the batch
@@ -1037,7 +1036,7 @@ for place, name in enumerate((BLACKWELL, H100)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Padded, the article's H100 would reach 96 % of its peak, not padded 39 %. So its texts probably weren't padded.
+# Padded, the H100 would reach 96 % of its peak, too much to believe; not padded, 39 %. So it hardly padded.
 #
 # **Takeaway.** Examples an hour are at most peak FLOPs an hour over the FLOPs of an example.
 
@@ -1133,9 +1132,9 @@ lab.verdict("A3.32b.qlora-batch")
 # **Question.** On gpt-oss-120b and long texts the article's RTX PRO makes 1.4 times as many examples an hour as its H100, or 1.3 by
 # its text. Can two clocks explain that?
 #
-# **Technique.** Enlarge this lab's steps: launches by layers and experts, kernels by FLOPs. Change cards by kind of kernel
-# (`step_model.scale`): products by the roofline, all else by bandwidth. Assumed: checkpoints (half more of both), a loop over
-# experts, no padding, like hosts, and nothing for restoring 4 bits.
+# **Technique.** Enlarge this lab's steps: launches by layers and experts, kernels by FLOPs. For another card scale
+# (`step_model.scale`) products by the roofline, all else by bandwidth. Assumed: checkpointing (launches and kernels × 1.5), a
+# loop over experts, no padding, like hosts, free dequantising.
 #
 # **Kernels first.** Lab 07's Qwen3-32B on an H200 tests the enlarging:
 
@@ -1265,9 +1264,9 @@ fitted_us = ours_us * (articles_s - waits_s) / in_short["host, s"]
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# On gpt-oss's short texts launches decide. Both of the article's cards make 0.85 to 0.88 times the model's examples, so we take
-# like hosts: 23 µs. On Qwen3-32B kernels decide, and the article is 1.4 and 1.8 times as fast. We also try gpt-oss's kernels
-# shortened so; that these factors hold there is a guess.
+# In the model launches decide gpt-oss's short texts. Both of the article's cards make 0.85 to 0.88 times the model's examples, so
+# we take like hosts: 23 µs. On Qwen3-32B kernels decide, and the article is 1.4 and 1.8 times as fast. We also try these factors
+# on gpt-oss's kernels, which is a guess.
 #
 # **Which host does it take?** Draw the Blackwell card's rate over the H100's for many hosts: a band from our kernels to shortened
 # ones.
@@ -1318,9 +1317,9 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
 # **Answer.** With like hosts and 32 texts on both, no host tried lets the Blackwell card win. With 16 on the H100 it wins at 23
-# µs, by 1.2 with our kernels and 1.6 with shortened ones: the article's 1.3 to 1.4 lies between. There launches take 12 s and the
-# H100's kernels 5.5, so half a batch hardly helps it. Padded, at 20 µs, the Blackwell card loses. Like hosts and half a batch
-# fit. A slower host beside the H100 alone, the article's explanation, we didn't calculate.
+# µs, by 1.2 with our kernels and 1.6 with shortened ones: the article's 1.3 to 1.4 lies between. There launches, 12 s, outlast
+# the H100's kernels for 32 texts, 11 s, and for 16, 5.5. At 18 µs, or padded at 20, it can lose. Half a batch may explain it. A
+# slower host beside the H100 alone, the article's explanation, we didn't calculate.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

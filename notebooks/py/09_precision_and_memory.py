@@ -101,9 +101,9 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # - *step* is a median.
 # - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
 # - *floor* is the time of the plain step's FLOPs at your card's measured rate, in the fastest format that the row permits.
-# - *base again* changes nothing: it shows the noise, on our H200 −15 to +12 %. The course's rule is strict: beyond 3 % the
-#   machine is *unsteady*, and no verdict on a time is given, not even on 7.8x. Judge by the intervals yourself: a change inside
-#   the noise is undecided, one far outside has a likely direction and a rough size. Peaks of memory hardly vary.
+# - *base again* changes nothing: it shows the noise, on this page −15 to +12 %. A strict rule: if that passes 3 %, the machine is
+#   *unsteady*, and every verdict on a time *inconclusive*. Judge by the intervals yourself: a change inside the noise is
+#   undecided, one far outside has a likely direction and a rough size. Peaks of memory hardly vary.
 # - *here* is this page's run on the H200, *ours* an earlier one; both were unsteady.
 
 # %%
@@ -382,11 +382,11 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
-# together take 124. Eight times the work in the same time: arithmetic doesn't set the pace. Whether the host does or too small
-# kernels, this table can't tell; a trace can, lab 02. So the limit of 50 % doesn't hold: checkpointing took +94 %, interval +52
-# to +117. How much of that is the host's wasn't measured.
+# together take 124. Eight times the work, about as long: neither FLOPs nor bytes limit it. This table can't tell whether the host
+# or small kernels do; a trace can, lab 02. So 50 % need not hold: checkpointing took 85 % longer by medians, by rounds 94,
+# interval 52 to 117.
 #
-# *Selective* checkpointing keeps the results of products, and asks Python before each operation whether to keep its result:
+# *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
 # ```python
 # products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
@@ -399,10 +399,10 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 # ```
 #
-# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. That asking is one suspect for the longer step.
+# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. Such calls may be why it took 380 ms, not 230.
 #
-# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. A smaller micro-batch is cheap only if it
-# takes less time: here one example took as long as eight.
+# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. A small micro-batch is cheap if its time
+# shrinks as much: here one example took about as long as eight.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -446,14 +446,14 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# Against PyTorch's default, FP16 takes 124 ms for 338, and 11.5 GB for 17.5. Of the switches on *base* the three that save much
-# memory probably lengthen the step. The strict rule counts none as sure, hence the last verdict.
+# PyTorch's default takes 338 ms and 17.5 GB, *base* 124 ms and 11.5 GB. Of the switches on *base* the three that save much memory
+# probably lengthen the step. The strict rule counts none as sure, hence the last verdict.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
 #   the step (lab 04).
 # - *AdamW* updates a thousandth of the weights here, so 8 bits save few bytes. The fused form saves launches; whether that helps,
-#   the noise hides. Where all weights are trained, the moments take twice the weights' bytes, and 8 bits save three quarters of
-#   them.
+#   the noise hides. Where all weights are trained in float32, moments take twice their bytes, and 8 bits save nearly three
+#   quarters of that.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change.
 
@@ -464,8 +464,7 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 #
 # **Technique.** A ledger counts the bytes of every tensor that an operation makes, for as long as anything holds it. On the
 # *meta* device tensors have shapes and no contents. The same step with the same ledger runs there, at any size and in no memory.
-# It counts storages, as views share one. PyTorch keeps a storage's Python object as long as the storage lives, so `finalize` runs
-# when it is freed.
+# It counts *storages*, the memory behind tensors: views share one. `weakref.finalize` calls `freed` when a storage is freed.
 
 
 # %%
@@ -524,15 +523,15 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 
 # %% [markdown]
 # The numbers on *meta* are the same within 1 %. In a *first* step of all weights the update is the peak: weights, gradients and
-# two moments are 4 × 8.4 MB, temporaries 2.1. Later the moments' 16.8 MB are there from the start, and the backward pass is the
-# peak: 33.6 + 16.8 = 50.4. Plan with the second step. The course's ledger is `TensorRecord`:
+# two moments are 4 × 8.4 MB, temporaries 2.1. Later the moments' 16.8 MB are there from the start, and the backward pass should
+# peak: 33.6 + 16.8 = 50.4. Plan with the second step, as the course's predictor does:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
 # Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. The last term is the H200's:
-# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **Your `Ledger` alone is right for float32 only:**
-# on *meta* autocast does nothing, and raises no error. The course's predictor imitates autocast's results and copies in 16 bits,
-# and the number that fused attention keeps for each row. cuDNN's workspaces are not predicted, section 2 says why.
+# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **On *meta* your `Ledger` misses two things:**
+# `autocast("cuda")` does nothing, and attention isn't fused. The course's predictor adds autocast's results and copies in 16
+# bits, and imitates fused attention. cuDNN's workspaces are not predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -577,8 +576,8 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# The figure shows recorded steps, on three scales. The worst of the nine predictions is 2.6 % off: Stable Diffusion,
-# checkpointed. Its three are 0.1 GB too low. One suspect is cuDNN's workspaces, which aren't predicted. The other six are at most
+# Figure and phases miss up to 0.03 GB of the peak. The worst of the nine predictions is 2.6 % off: Stable Diffusion,
+# checkpointed. Its three are 0.1 GB too low. Most of this is held all through the step; why is open. The other six are at most
 # 0.3 % off.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
@@ -589,8 +588,8 @@ lab.verdict("A3.qlora.states-small")
 # - *Qwen3:* the peak is at the *logits*, a number for each token and word, and their float32 copies. Checkpointing can't shrink
 #   them. Lab 06's chunked loss can.
 #
-# `on="cuda"` names the kind of device that is imitated; nothing runs on it. The next cell predicts Stable Diffusion 1.5 at full
-# size, in section 3's batch of 8. The table above has batch 4.
+# The next cell predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. `on="cuda"` imitates a GPU; nothing runs on
+# one. The table above has batch 4.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")

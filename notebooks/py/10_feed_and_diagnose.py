@@ -175,7 +175,7 @@ lab.show(decodes, columns, experiment="decode")
 # noise.
 #
 # **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, and 181 times as long as
-# to read from the page cache. Beside decoding, reading from the cache is little. Section 3 adds resizing.
+# to read once more. Beside decoding, such reading is little. Section 3 adds resizing.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -204,8 +204,8 @@ with lab.attempt("forgetting files"):
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
 # %% [markdown]
-# So here the decoder is the problem, and not the disk. A disk with a cache of its own, or a system that declines to forget, makes
-# this percentage too small. Slow storage, the article's case, wasn't tested.
+# So with these PNGs a faster disk saves little. A disk with a cache of its own, or a system that declines to forget, makes this
+# percentage too small. Slow storage, the article's case, wasn't tested.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
 # when it is read, and drops it when memory is short. A map that is larger than memory, or not cached yet, wasn't timed.
@@ -237,16 +237,16 @@ took = median(ms(mapped.__getitem__, place) for place in range(8))
 print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
 # %% [markdown]
-# `Mapped` suits forked workers, which share its pages. On macOS, Windows and by default in Python 3.14 each worker would get a
-# pickled copy of all pixels. There keep `self.file`, `self.length` and `self.pixels = None`, and begin `__getitem__` with:
+# `Mapped` suits forked workers, which share its pages. macOS, Windows and Python 3.14 don't fork by default. There move the class
+# to a `.py` file, keep `self.file` and `self.pixels = None`, return a kept length, and begin `__getitem__` with:
 #
 # ```python
 # if self.pixels is None:
 #     self.pixels = np.load(self.file, mmap_mode="r")
 # ```
 #
-# **Takeaway.** Where decoding sets the pace, decode once. Here a picture takes 0.79 MB in the map: less than its PNG, 1.25, and eight
-# times its JPEG, 0.098. Its size is fixed. For random crops keep larger pictures, and crop in `__getitem__`.
+# **Takeaway.** Where decoding sets the pace, decode once. A picture of 512 × 512 takes 0.79 MB in the map, for good. At 1080 ×
+# 1080 its PNG has 1.25, its JPEG 0.098. For random crops keep larger pictures, and crop in `__getitem__`.
 
 # %% [markdown]
 # ## 3 · When the format matters
@@ -338,11 +338,11 @@ with lab.attempt("the law's picture"):
 # Workers or the map remove nearly all waiting; both together show no more. With four workers the map would gain only if $c$ fell
 # below 60 ms.
 #
-# **What makes up $r$:** a PNG 59.5 ms, 39.7 of it decoding; a JPEG 25.3, only 5.4 of it. The other 20 are probably resizing and
-# conversion. So a GPU's decoder alone would leave a JPEG about 20 ms; it wasn't in the loop. From the map 1.4 are left, from memory
-# 1.5: so it isn't the map, which took 0.25 in section 2.
+# **A picture's $r$:** a PNG takes 59.5 ms, a JPEG 25.3. Decoding is 39.7 and 5.4 of these, the other 20 probably resizing and
+# conversion. So a GPU's decoder alone would leave a JPEG about 20 ms; it wasn't in the loop. From the map 1.4 are left, from
+# memory 1.5: so the map costs nothing extra in this loop.
 #
-# In the picture a bar spans the 10th to the 90th percentile; the line bends at $r = w c$. The line without workers is no independent
+# A bar spans the 10th to the 90th percentile; one worker's line bends at $r = c$. The line without workers is no independent
 # test: its $r$ was measured in the same steps. The line of one worker has no point. At the left the square hides *in memory* and
 # *memory map*.
 #
@@ -359,8 +359,8 @@ with lab.attempt("the law's picture"):
 # c = median(ms(step) for _ in range(20))
 # ```
 #
-# **Takeaway.** Measure $r$ and $c$. Is $r / w$ below $c$? Leave the data alone, and work on $c$: here 162 ms, with a floor of 15.
-# Above? Add workers. Still above with a worker on each core? Lower $r$: decode and resize once. Section 5 has that last case.
+# **Takeaway.** Measure $r$ and $c$. No worker yet? Add one. Is $r / w$ below $c$? Work on $c$: here 162 ms, with a floor of 15.
+# Above? Add workers. Still above with a worker on each core? Lower $r$: decode and resize once. Section 5's script is there.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
@@ -451,7 +451,7 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 # %% [markdown]
 # Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. Each
 # value had one run of six steps, so the size is rough. A micro-batch of one image takes 646 / 4 = 162 ms, section 3's of four
-# images 171 to 173. That is $c$ for one image, and about section 3's for four: probably the host sets the pace.
+# images 171 to 173. So $c$ is about the same for one image as for four: probably the host sets the pace.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
 # `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -542,8 +542,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # - The formula also assumes that 16 workers and the training don't compete for 16 cores.
 #
 # Reaching $c$ would take 103.3 / 2.03 = 51 workers, and there are 16 cores. So lower $r$ instead. From the map section 3's loop
-# waited 1.4 ms for an example of 512 pixels. Two of 128 should take no more than 2.8 ms: a step below 5 ms without a worker,
-# against 11 with 16. The tool didn't propose it, and we didn't measure it: try it.
+# waited 5.6 ms for four pictures 512 wide. Two 128 wide should take less: a step below 8 ms without a worker, against 11 with 16.
+# The tool didn't propose it, and we didn't measure it: try it.
 #
 # **Question.** Does the predicted order hold on a real training loop?
 #
@@ -551,7 +551,7 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
 # (`labutils/tools/ablations.py`). We chose these four before measuring:
 #
-# - *Workers* reads images beside the training, one being enough: $r$ is 59.5 ms, $c$ about 162. What does the formula promise?
+# - *Workers*: one is enough. An image's $r$ is 59.5 ms (section 3), $c$ about 162 (section 4). What does the formula promise?
 #   Calculate before you look.
 # - *Caching* keeps the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
@@ -582,11 +582,11 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # What they say:
 #
 # - In 17 of 18 rows the predicted step is off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %.
-# - The formula promises 59.5 / 221.5 = 27 % for workers; the tool said 24, measured are 31. We don't know why. Capture promised too
-#   much in all three runs of Stable Diffusion.
-# - The order was kept on our H100, our H200 and LLaVA, which has two fixes only. Here caching and workers swapped, but their ranges
-#   overlap. Capture and batch size clearly come first.
-# - The first table's gains sum to 189 %, so they can't add up. Combinations, and fixes predicted below 3 %, weren't tested.
+# - Here workers saved 31 %, and the tool said 24. With sections 3 and 4's $r$ and $c$, another loop's, the formula says 59.5 /
+#   (59.5 + 162) = 27. Capture promised too much in all three runs of Stable Diffusion.
+# - Stable Diffusion kept the order on our H100 and H200, LLaVA with two fixes. Qwen3 can't tell. Here caching and workers
+#   swapped, but their ranges overlap. Capture and batch size clearly come first.
+# - The first table's measured gains sum to 189 %, so they can't add up. Only these rows were tested, each alone.
 #
 # **Takeaway.** A trace tells where to begin, a measurement what it brought. So profile first, change one thing, measure again.
 

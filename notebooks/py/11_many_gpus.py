@@ -192,8 +192,8 @@ print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
 # From 1 KiB to 128 KiB a message takes hardly longer: that is mostly starting, the *latency*. Don't subtract it from a larger
-# one's time: on our H100s that would give more than the link has. Probably the host starts a message while the last one runs.
-# Large messages show the rate: 207 GB/s at 16 MiB.
+# one's time: on our H100s that would give more than the link has. Probably the host starts a message while the last one runs. At
+# 16 MiB it is 207 GB/s, not yet the link's rate.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, share the batch, start with `torchrun`. A real script also needs a
 # `DistributedSampler` with `set_epoch`, a seed of its own on each rank for noise and dropout, and logs and checkpoints from
@@ -265,21 +265,21 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# Noise first: one process, measured twice, differs by −14 to +3 % with all weights of the UNet, and by 0 to +10 % with its LoRA.
+# Noise first, as intervals of examples a second: one process again, −14 to +3 % for all weights, 0 to +10 % for the UNet's LoRA.
 # Qwen3's isn't shown.
 #
-# Read each row from left to right: one process, the bound, all at once without messages, DDP.
+# Read: *one process*, *predicted*, which is the bound, *each for itself* without messages, *DDP*.
 #
 # - *LoRA*, both rows: DDP takes 2 and 5 ms more than the ranks without messages. For the UNet that is below the noise.
-# - *sd15-lora, full*, all weights of the same UNet: 145, 145, 147, 186. DDP adds 39 ms, where the bound said at least 0.1. That is
-#   more than the noise, 20 ms, but its size is uncertain.
+# - *sd15-lora, full*, all weights of the same UNet: 145, 145, 147, 186. DDP adds 39 ms between medians, 24 round by round,
+#   interval 9 to 72; the bound said at least 0.1. The noise reaches 24 ms.
 #
-# The bound counts only what is sent after the last gradient. To send all 131 buckets, with nothing computing, would take 14 ms. The
-# rest wasn't separated: NCCL's kernels take a part of the GPU, buckets are copied, and ranks wait for the slower one.
+# The bound counts only what is sent after the last gradient. To send all 71 buckets, with nothing computing, would take 14 ms.
+# What took the 39 ms wasn't separated: NCCL's use of the GPU, copies of buckets, or waiting for the slower rank.
 #
-# Both verdicts are *inconclusive*: on an unsteady machine no time decides. They count examples a second: +53 to +75 % is an
-# efficiency of 76 to 88 %. *Ours*, two H200s of another host, reached 64 %, and 90 with LoRA. The largest message, 256 MiB, reached
-# 297 GB/s here: section 1's prediction.
+# Both verdicts are *inconclusive*: on an unsteady machine no time decides. They count examples a second: for all weights +53 to
+# +75 % is an efficiency of 77 to 87 %. *Ours*, two H200s of another host, reached 64 %, and 90 with LoRA. The largest message,
+# 256 MiB, reached 297 GB/s here: section 1's prediction.
 #
 # **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, run the ranks without messages: what
 # remains comes with DDP.
@@ -355,12 +355,12 @@ for one, other in zip(weights_of_all, weights_of_rank_0, strict=True):
 print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:.2f} MB")
 
 # %% [markdown]
-# The gradients are those of the whole batch, however they are sent. Each bucket pays the latency. Whoever gives `bucket_cap_mb`
-# gets no small first bucket: the 4.2 MB go in one message.
+# The gradients are those of the whole batch, however they are sent. Whoever gives `bucket_cap_mb` gets no small first bucket: at
+# 25 MiB the 4.2 MB go in one message.
 #
 # **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. By this count of tensors FSDP holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100
-# is 29.1 GB. What is FSDP's on two?
+# Adam's two averages. FSDP, without buckets, holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is
+# 29.1 GB. What is FSDP's on two?
 
 # %%
 my_peak: float | None = None  # in GB
@@ -376,16 +376,17 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# **Memory.** FSDP should hold 20 − 16/2 = 12 bytes a parameter less: 29.1 − 12 · 0.86 = 18.8 GB. Measured: 15.9. The count misses 2.9.
+# **Memory.** FSDP should hold 20 − 16/2 = 12 bytes a parameter less: 29.1 − 12 · 0.86 = 18.8 GB. Measured: 15.9, which is 2.9
+# less.
 #
-# **Time.** *–* is one micro-batch, the other rows have four. *sync each* took 706 ms, *again* 664, *no_sync* 578. So three sends fewer
-# saved 128 or 86; section 2's 39 predict 117. A rough check: the repeats differ by 42 ms, and *no_sync* ran once.
+# **Time.** In *gradients*, – is one micro-batch, else four. *sync each* took 706 ms, *again* 664, *no_sync* 578. So three sends
+# fewer saved 128 or 86; section 2's 39 predict 117. A rough check: the 39 is uncertain, and the repeats differ by 42 ms.
 #
-# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.8 GB of 20.8, and its step took
+# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.7 GB of 20.8, and its step took
 # 16 % longer.
 #
-# **What a trace shows.** Time is *unhidden* while NCCL's kernel runs, even if it only waits, and no computation does. The profiler
-# slows the step, too. So its percentage isn't the loss.
+# **What a trace shows.** *Unhidden* is time when NCCL's kernel runs, even if only waiting, and nothing computes. The profiler
+# slows the step, too. So this share isn't DDP's cost.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
 # waiting that nothing hides?
@@ -458,9 +459,9 @@ plt.show()
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1, 10, 100 GbE | 44 % |
 #
-# The article's 25 and 40 GbE are slower than 100: excluded for all weights, too. The 44 % is narrow, as the base varies by up to
-# 14 %. All this is for two H100s, one micro-batch and float32 gradients; BF16 or `no_sync` excludes less. What isn't excluded needn't
-# be fast enough: NVLink's bound is 100 %, and section 2 measured 76 to 88.
+# So are the article's slower 25 and 40 GbE, for the UNet with all weights. Even with steps 16 % longer, the noise's end, it is 49
+# % at most. All this is for two H100s, one micro-batch and float32 gradients; BF16 or `no_sync` excludes less. What isn't
+# excluded may be too slow: with all weights NVLink's bound is 100 %, and section 2 measured 78.
 #
 # **Takeaway.** The bytes of gradients for each second of computation decide which networks are too slow.
 
