@@ -228,7 +228,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# **Takeaway.** Report useful tokens a second and images a second together: small squares inflate the second.
+# **Takeaway.** Padding depends on the batch: equal images need almost none, *fixed* always has 42 %.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -288,6 +288,8 @@ lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 # *Data* is waiting for images. *Floor* is FLOPs at your card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's.
 # Both leave out what is computed again.
 #
+# One of the few steps of *bf16, again* took 3.0 s. The median hides it, the interval doesn't. So times here decide nothing.
+#
 # On another H200:
 
 # %%
@@ -304,18 +306,16 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# From batch 4 on, against BF16:
+# The other H200, batches 8 to 24, against BF16:
 #
-# - *fixed* takes 44 to 46 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
-#   useful tokens a second 33 to 36 % fewer;
-# - *compile* saves 26 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 17 %;
+# - *fixed* takes 44 to 45 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
+#   useful tokens a second 35 to 36 % fewer;
+# - *compile* saves 28 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 12 %;
 # - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# *bf16, again* had one step of 3.0 s: no time at batch 4 decides.
-#
-# **Takeaway.** Probably *fixed* gives most images a second, *compile* most useful tokens. QLoRA saves some 10 GB once and pays 1
-# GB for each example.
+# **Takeaway.** Probably *fixed* gives most images a second, *compile* most useful tokens: report both. QLoRA saves some 10 GB
+# once and pays 1 GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -500,11 +500,9 @@ lab.table(sums(Runs([*seen, *on_record])))
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
-# If time follows FLOPs, compiling and fewer FLOPs give 40 to 46 of the article's 47 to 53 points. If 11 % belongs to 47, and 20
-# to 53, seven are left, else 1 to 13. On our H200s 2 to 4 are left; by both intervals 1 to 11 at batch 4.
-#
-# The same in another way: *compile* and *fixed* are both compiled. FLOPs fall by 32 %, the step by 35 to 38 %. So smaller inputs
-# can explain most of that. The floor is only a guide: *fp8-te* halves it and saves 14 %.
+# *Rest* is what is left for constant shapes, and for anything not counted, if time follows FLOPs: 7 points in the article, 1 to 13 if
+# its figures pair otherwise; 2 to 4 on our H200s, by the speed-ups' intervals 1 to 11 at batch 4. The floor is only a guide:
+# *fp8-te* halves it and saves 14 %.
 #
 # FLOPs without padding to 2,048:
 
@@ -515,8 +513,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** What remains multiplies. Compiling and smaller inputs probably make most of the half. Without padding 39 % of the
-# FLOPs would do, where *fixed* computes 68. Varying images can't be the cause: the article had none.
+# **Takeaway.** Gains multiply. Compiling and smaller inputs probably make most of the half; unpadded squares need 39 % of the
+# FLOPs, not 68. Constant shapes can have the rest; in the article only text lengths varied, never images.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -543,8 +541,8 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# Padded rows took 8 % less a computed token on the H200, within BF16's noise. They are half again as long, which spreads a step's
-# fixed cost. Useful tokens fall by 26 %.
+# One length took 8 % less a computed token, within the noise: no sign of a half, and no proof. Padded rows are also half again as
+# long. Useful tokens a second fall by 26 %.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -571,9 +569,9 @@ course, _ = document_attention(None, q, k, v, None, 8**-0.5, boundaries=ends)
 torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
-# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask. Its default is *not* causal: pass `window_size=(-1,
-# 0)`, in older versions `is_causal=True`. Positions start anew: `position_ids = torch.cat([torch.arange(n) for n in
-# lengths])[None]`.
+# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, longest, longest,
+# window_size=(-1, 0))`, with q [tokens, heads, size]. Its default is *not* causal; older versions take `is_causal=True`. Set each
+# example's first label to −100. Positions start anew: `position_ids = torch.cat([torch.arange(n) for n in lengths])[None]`.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -808,9 +806,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# Not fully. *FP8 only* ends at 2 bytes, as BF16 does. *Transposes dropped* holds one between steps; the peak within a step wasn't
-# measured. Lab 05's *fp8-frozen* holds one, too, and transposes a layer at a time. FP8 rows took 1.5 to 1.9 times BF16's time.
-# QLoRA needs less: on record, at batch 1, section 3's model took 8.1 GB with it, 10.4 with *fp8-frozen*.
+# No: one byte a parameter can't reach QLoRA's 0.516. On record at batch 1: 10.4 GB against 8.1. But held once works: *fp8-frozen*
+# always, transposing a layer at a time, Transformer Engine between steps if you drop the transposes; its peak within a step
+# wasn't measured. Here, on one text of 2,048 tokens, FP8 took 1.5 to 1.9 times BF16's time.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 

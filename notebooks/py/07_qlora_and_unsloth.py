@@ -503,7 +503,7 @@ lab.verdict("A3.qlora.cause")
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
 # - *Host:* its 50 ms hardly show: the GPU's gaps grow from 22 to 25 ms.
-# - *LLaVA:* restoring took 26 ms, by formula 24. The 66 ms: 672 times a forward call's 98 µs.
+# - *LLaVA:* restoring took 26 ms, by formula 24.
 #
 # **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 of the 20 ms.
 
@@ -555,7 +555,9 @@ print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same 
 #
 # *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
 #
-# **Prediction.** By how many percent is QLoRA's step on long texts longer than LoRA's?
+# **Prediction.** LoRA as published keeps all activations, QLoRA has checkpoints. Frozen weights need no gradient, so a backward
+# pass costs about a forward pass: a checkpoint makes two passes three. Add restoring and casts. By how many percent is QLoRA's
+# step on long texts longer than LoRA's?
 
 # %%
 my_qlora: float | None = None  # for example 20
@@ -597,10 +599,10 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # | gaps, and what isn't explained | + 38 | + 1.3 |
 # | QLoRA | 1,496 | 30 |
 #
-# Offloading saved 2.3 of 34.1 GB, at no cost in time that shows. All checkpoints here are 2.4 GB: 30 % needs a run where they are
-# a larger part.
+# Offloading saved 2.3 of 34.1 GB, at no cost in time that shows: all checkpoints here are 2.4.
 #
-# **Takeaway.** Checkpointing is most of QLoRA's extra time and saving. Restoring is 26 of 575 ms.
+# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, but 17 % longer than LoRA with them. Checkpointing is most
+# of its time and saving; restoring is 26 of 575 ms.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -632,8 +634,7 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# First, what does *not* set it apart: unsloth and PEFT both compute $(xA^\top)B^\top$. The other order, $x(BA)^\top$, forms a
-# matrix as large as the weight.
+# unsloth and PEFT both compute $(xA^\top)B^\top$. The other order, $x(BA)^\top$, forms a matrix as large as the weight.
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
 # 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
@@ -673,9 +674,6 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# Both avoid the wide order. We can explain the memory. Section 5's methods form all logits: one float32 copy of 4 × 2,048 ×
-# 152,000 numbers is 5 GB, and there are two or three. unsloth computes its loss by chunks, and its checkpoints wait on the host.
-#
 # **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels.
 
 # %%
@@ -701,13 +699,15 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # Against the usual QLoRA:
 #
-# - On long texts unsloth is worth a factor of two in time and more than three in memory. Packed rows multiply its useful tokens a
-#   second by 1.6.
+# - On long texts unsloth is worth a factor of two in time and more than three in memory.
 # - On short texts it is worth two in memory, and perhaps over two in time. QLoRA's kernels take 208 of some 900 ms there: the
-#   host sets the pace, readings are noisy, and whether unsloth gains less is open.
+#   host sets the pace, and whether unsloth gains less is open.
 #
-# **Takeaway.** unsloth saves 21 of 30 GB, of which whole logits can explain 10 to 15. Which change brings the time, these runs
-# don't separate.
+# *Where 21 GB go, by sums:* whole logits 10 to 15, two or three float32 copies of 4 × 2,048 × 152,000 numbers; float32
+# checkpoints 4.8; embedding and head in 16 bits 2.5. That makes 17 to 22.
+#
+# **Takeaway.** Whole logits, float32 and checkpoints on the card can explain unsloth's memory. Which change brings the time,
+# these runs don't separate.
 
 # %% [markdown]
 # ## 7 · Like for like
@@ -749,8 +749,9 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes.** *Plain* adapters have no casts, *fused* is the loss by chunks, *rewritten* our forward pass; *nf4-frozen*
-# restores by look-ups:
+# **The recipes.** *Published* is the article's code. Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4
+# bits and checkpoints. All else changes: *plain* adapters without casts, our *rewritten* forward pass, *fused* loss by chunks,
+# compiled blocks, packed rows. *nf4-frozen* restores by look-ups:
 
 # %%
 compared = {name: recipe for name, (recipe, _) in lab07_qlora.METHODS["long"].items()}
@@ -791,17 +792,15 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*. On the H200:
+# Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*:
 #
-# - *Against unsloth:* 6 % less time a token, interval 4 to 29; unsloth's noise is unknown. 9.05 against 7.54 GB, 20 % more:
-#   checkpoints on the card are 1.2 of 1.5. On two other H200s, not shown, unsloth's packed step took 611 and 703 ms, ours 378 and
-#   369.
+# - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; only the first pair is shown. So
+#   read *not slower*, not 6 %. Memory: 9.05 against 7.54 GB; checkpoints on the card are 1.2 of the 1.5.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 # - *One change at a time:* 4 bits add 20 ms to 395, compiling saves 119.
-# - FP8 also rounds activations and gradients.
 #
-# **Takeaway.** On this H200 compiled PyTorch took 6 % less time a token than unsloth, and 9 GB against 7.5. In 40 GB compiled 16
-# bits train 36 % more tokens a second than that; not run with checkpoints. Quality isn't compared.
+# **Takeaway.** Packing, loss by chunks and compiling bring plain PyTorch to unsloth's speed or better, for 20 % more memory. With 40 GB
+# compiled 16 bits train 36 % more tokens a second than that. Quality, and 16 bits with compiled checkpoints, weren't measured.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -833,7 +832,7 @@ lab.show([*larger.values()] or on_record, columns)
 #   tensors. The sums gave 43 to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints
 #   in float32 take 5 of the 7 back.
 # - **Time:** QLoRA's two steps took 7.5 and 5.1 s: too unsteady for a percentage. Its kernels take 615 ms more than LoRA's 4,248,
-#   14 %; restoring takes 111.
+#   14 %.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 

@@ -680,10 +680,10 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* needs a seventh of the launches, of 24 µs each on average. They take 212 ms, kernels 441: the GPU decides. The step is
-# 2.4 to 2.9 times as fast, by the two readings of the loop. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms,
-# LoRA's *thin GEMM* 62, casts 43. Now both clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*
-# (lab 00).
+# *Grouped* needs a seventh of the launches, of 24 µs each. They take 212 ms, kernels 441: the GPU decides. The step is 2.4 to 2.9
+# times as fast. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms, LoRA's *thin GEMM* 62, casts 43. Now both
+# clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*. Below, a purple bar is CUDA's call alone.
+# White beside it isn't idle: it is Python and PyTorch, also in $c$, and the profiler.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -702,8 +702,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# White in the host's row is Python, PyTorch, both in $c$, and the profiler. *Dense*: most gaps are the profiler's. Without it the
-# GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: after one call the host waits.
+# *Dense*: most gaps are the profiler's. Without it the GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU.
+# *Captured*: after one call the host waits.
 #
 # **Takeaway.** First fewer launches and waits: 2.4 to 2.9 times as fast. Then less kernel work, captured: 3.4 times again.
 
@@ -714,8 +714,7 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Technique.** Section 3's dispatch mode makes each operation begin later. The mode itself costs time: the *detour*.
 #
-# **Measurement.** *Grouped* takes the detour, then 30 and 90 µs an operation as well. Short steps, slowed too, give $c$. There
-# are 0.7 operations a launch: 30 µs each add some 20 to $c$.
+# **Measurement.** *Grouped* takes the detour, then 30 and 90 µs an operation as well. Short steps, slowed too, give $c$.
 
 
 # %%
@@ -764,7 +763,8 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# Kernels of 441 ms hide launches of 212. The slowed points are a weak test: their $c$ comes from short steps with the same delay.
+# The detour makes a launch 1.8 times as long, and the step 3 %: kernels of 441 ms still hide launches of 386. At 581 they don't.
+# The slowed points are a weak test: their $c$ comes from short steps with the same delay.
 #
 # **How far can you trust the replay?** All earlier readings of it:
 
@@ -782,8 +782,7 @@ for way, percent in off.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** By the replay, a slower host costs little until launches take as long as kernels. Of these 170 readings the worst
-# is 20 % off.
+# **Takeaway.** A slower host costs little until launches take as long as kernels. Of these 170 readings the worst is 20 % off.
 
 # %% [markdown]
 # ## 8 · Four cards with this host
@@ -874,16 +873,22 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# - *The H100's kernels* lie between the ends. That is a weak test: the ends are wide, and both peaks are equal.
-# - *The H100's steps*, with their own $c$, lie between too, except the loop's, 9 % above. Bars in the figure have this host's
-#   $c$.
-# - *The H200's own steps* take 6 to 10 % more than the short form says, except *captured*: it omits gaps and unevenness.
+# The H100's kernels lie between the ends, its steps too, but for the loop's, 9 % above: a weak test, as the ends are wide and
+# both peaks are equal. The short form omits gaps and unevenness, so the H200's steps take 6 to 10 % more, except *captured*.
 #
-# Launches don't get faster with a card. From H100 to B200 we predict 1.0 times for the loop, 2.1 to 2.4 for *grouped*.
+# Launches don't get faster with a card. On a B200 we predict 277 ms for *dense* by both ends, which is its launches. From H100 to
+# B200 the loop gains 1.0 times, *grouped* 2.1 to 2.4.
 #
-# **Back to the article.** For the loop we predict 0.91 to 0.96 of the H100's speed for an RTX PRO. How can it win by 1.3 to 1.4
-# on long texts? The article ran 32 of them a step on it, and 16 on the H100. If the host decides on the H100, half the batch
-# saves it little time.
+# **Back to the article.** Divide batch by rate. Its gpt-oss-120b steps took, in seconds for 32 texts:
+#
+# | | short texts | long texts |
+# |---|---|---|
+# | RTX PRO | 12.3 | 15.8 |
+# | H100 | 12.5 | 11.1 for 16 |
+#
+# Short steps take equally long on unequal cards: the hosts seem to decide, and to be alike. On the H100 16 long texts take no
+# longer than 32 short ones: its host seems to decide there, too. If it still did with 32, the H100 would make some 10,000 an
+# hour, and win. So half a batch may explain it, if kernels are short enough: section 11.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1264,9 +1269,8 @@ fitted_us = ours_us * (articles_s - waits_s) / in_short["host, s"]
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# In the model launches decide gpt-oss's short texts. Both of the article's cards make 0.85 to 0.88 times the model's examples, so
-# we take like hosts: 23 µs. On Qwen3-32B kernels decide, and the article is 1.4 and 1.8 times as fast. We also try these factors
-# on gpt-oss's kernels, which is a guess.
+# As in section 8 we take like hosts: 23 µs. On Qwen3-32B kernels decide, and the article is 1.4 and 1.8 times as fast. We also
+# try these factors on gpt-oss's kernels, which is a guess.
 #
 # **Which host does it take?** Draw the Blackwell card's rate over the H100's for many hosts: a band from our kernels to shortened
 # ones.
@@ -1316,10 +1320,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** With like hosts and 32 texts on both, no host tried lets the Blackwell card win. With 16 on the H100 it wins at 23
-# µs, by 1.2 with our kernels and 1.6 with shortened ones: the article's 1.3 to 1.4 lies between. There launches, 12 s, outlast
-# the H100's kernels for 32 texts, 11 s, and for 16, 5.5. At 18 µs, or padded at 20, it can lose. Half a batch may explain it. A
-# slower host beside the H100 alone, the article's explanation, we didn't calculate.
+# **Answer.** With like hosts and equal batches the slower card can't win: that is built in. With 16 on the H100 it wins at 23 µs,
+# by 1.2 with our kernels and 1.6 with shortened ones: the article's 1.3 to 1.4 lies between. At 18 µs, or padded at 20, it can
+# lose. Half a batch may explain it. A slower host beside the H100 alone we didn't calculate.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

@@ -96,15 +96,11 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # One comparison measures all switches, and the sections below take their rows from it. Each round goes through the list, down or
 # up, with *base* at both ends: `labutils/labs/lab09_toggles.py`.
 #
-# To read the tables:
-#
-# - *step* is a median.
-# - *time* is the median of the rounds' ratios, with its interval of 95 %. So it can differ from the ratio of two steps.
-# - *floor* is the time of the plain step's FLOPs at your card's measured rate, in the fastest format that the row permits.
-# - *base again* changes nothing: it shows the noise, on this page −15 to +12 %. A strict rule: if that passes 3 %, the machine is
-#   *unsteady*, and every verdict on a time *inconclusive*. Judge by the intervals yourself: a change inside the noise is
-#   undecided, one far outside has a likely direction and a rough size. Peaks of memory hardly vary.
-# - *here* is this page's run on the H200, *ours* an earlier one; both were unsteady.
+# To read the tables: *time* is the median of the rounds' ratios, with its interval of 95 %. *Floor* is the time of the plain step's
+# FLOPs at your card's measured rate, in the fastest format that the row permits. *base again* changes nothing, so it shows the noise:
+# on this page −15 to +12 %. Above 3 % the course calls every verdict on a time *inconclusive*. Judge yourself: a change inside the noise
+# is undecided, one far outside has a likely direction and a rough size. *Here* is this page's run on the H200, *ours* an earlier one.
+
 
 # %%
 unet = on_drawn_latents(lab.workload("sd15-lora"))
@@ -364,8 +360,9 @@ assert math.isclose(1e6 * plain_mb, saved_for_backward(blocks, lambda: forward(b
 print(f"kept: {plain_mb:.2f} MB; checkpointed {again_mb:.2f}; a quarter at a time {part_mb:.2f}")
 
 # %% [markdown]
-# With LoRA most weights are frozen. Forward is one part of the arithmetic, backward about one more: gradients of
-# activations, hardly any of weights. Computing the blocks again adds one part to two.
+# Kept are seven tensors of 512 × 64, 0.92 MB, with checkpointing; without, two of 512 × 256 more for each block. With LoRA most
+# weights are frozen. Forward is one part of the arithmetic, backward about one more: gradients of activations, hardly any of
+# weights. Computing the blocks again adds one part to two.
 #
 # **Your prediction:** by how many percent does checkpointing lengthen the UNet's step? The arithmetic says at most 50. That
 # holds for a step whose time goes into arithmetic on the GPU.
@@ -399,10 +396,10 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 # ```
 #
-# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. Such calls may be why it took 380 ms, not 230.
+# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. Here it loses twice: 380 ms against 230, and
+# 7.68 GB against 4.34. Keeping products pays where arithmetic sets the pace.
 #
-# **Takeaway.** Both checkpointing and accumulation lower the memory for activations. A small micro-batch is cheap if its time
-# shrinks as much: here one example took about as long as eight.
+# **Takeaway.** A small micro-batch is cheap if its time shrinks as much: here one example took about as long as eight.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -522,9 +519,14 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# The numbers on *meta* are the same within 1 %. In a *first* step of all weights the update is the peak: weights, gradients and
-# two moments are 4 × 8.4 MB, temporaries 2.1. Later the moments' 16.8 MB are there from the start, and the backward pass should
-# peak: 33.6 + 16.8 = 50.4. Plan with the second step, as the course's predictor does:
+# The numbers on *meta* are the same within 1 %.
+#
+# - *forward*: weights, 8.4 MB, eight outputs and the square, 2.1 each.
+# - *backward*: weights, eight outputs, and four temporaries of the loss's gradient. No weight has a gradient yet.
+# - *first update*: weights, gradients and two moments, 8.4 each, and 2.1 of temporaries. It is the peak only once: from the second step
+#   on the moments' 16.8 are there from the start, and the backward pass should peak, 33.6 + 16.8 = 50.4.
+#
+# Plan with the second step, as the course's predictor does:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
