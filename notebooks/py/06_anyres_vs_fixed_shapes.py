@@ -228,7 +228,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# **Takeaway.** Padding depends on the batch: equal images need almost none, *fixed* always has 42 %.
+# **Takeaway.** Padding depends on the batch: images of one size need almost none, *fixed* has 42 %.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -288,7 +288,7 @@ lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 # *Data* is waiting for images. *Floor* is FLOPs at your card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's.
 # Both leave out what is computed again.
 #
-# One of the few steps of *bf16, again* took 3.0 s. The median hides it, the interval doesn't. So times here decide nothing.
+# One of *bf16, again*'s three steps took 3.0 s. The median hides it, the speed-up's interval doesn't: no time here decides.
 #
 # On another H200:
 
@@ -306,16 +306,16 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# The other H200, batches 8 to 24, against BF16:
+# Against BF16, batches 8 to 24, one step each:
 #
 # - *fixed* takes 44 to 45 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
 #   useful tokens a second 35 to 36 % fewer;
-# - *compile* saves 28 to 30 % of the time, *fp8-te* 13 to 19 %; *qlora* costs 11 to 12 %;
-# - *qlora* takes 16.9 GB of 23.3 at batch 4, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
+# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19, but −5 at batch 2; *qlora* costs 11 to 12;
+# - *qlora* takes 28.5 GB of 31.1 at batch 8, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
 #   by formula at 13.
 #
-# **Takeaway.** Probably *fixed* gives most images a second, *compile* most useful tokens: report both. QLoRA saves some 10 GB
-# once and pays 1 GB for each example.
+# **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves some 10 GB once
+# and pays 1 GB for each example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -500,9 +500,9 @@ lab.table(sums(Runs([*seen, *on_record])))
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
-# *Rest* is what is left for constant shapes, and for anything not counted, if time follows FLOPs: 7 points in the article, 1 to 13 if
-# its figures pair otherwise; 2 to 4 on our H200s, by the speed-ups' intervals 1 to 11 at batch 4. The floor is only a guide:
-# *fp8-te* halves it and saves 14 %.
+# If time follows FLOPs, *rest* is left for constant shapes and all not counted: 7 points in the article if 11 % goes with 47 and
+# 20 with 53, else 1 or 13. Our H200s: 2 to 4; by the speed-ups' intervals, 1 to 11 at batch 4. *fp8-te*'s floor falls by 47 %,
+# its time by at most 19 %.
 #
 # FLOPs without padding to 2,048:
 
@@ -513,8 +513,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Gains multiply. Compiling and smaller inputs probably make most of the half; unpadded squares need 39 % of the
-# FLOPs, not 68. Constant shapes can have the rest; in the article only text lengths varied, never images.
+# **Takeaway.** Speed-ups multiply. Compiling and smaller inputs probably make most of the half; unpadded squares need 39 % of the
+# FLOPs, not 68. Constant shapes get at most the rest; in the article only texts varied in size.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -541,8 +541,8 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# One length took 8 % less a computed token, within the noise: no sign of a half, and no proof. Padded rows are also half again as
-# long. Useful tokens a second fall by 26 %.
+# *Padded* took 8 % less time a computed token, within the noise. The claim stays open. Padded rows are also 1.5 times as long.
+# Useful tokens a second fall by 26 %.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -569,9 +569,10 @@ course, _ = document_attention(None, q, k, v, None, 8**-0.5, boundaries=ends)
 torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
-# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, longest, longest,
-# window_size=(-1, 0))`, with q [tokens, heads, size]. Its default is *not* causal; older versions take `is_causal=True`. Set each
-# example's first label to −100. Positions start anew: `position_ids = torch.cat([torch.arange(n) for n in lengths])[None]`.
+# On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
+# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal; older versions take
+# `is_causal=True`. Set each example's first label to −100. Positions start anew: `position_ids = torch.cat([torch.arange(n) for n
+# in lengths])[None]`.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -806,9 +807,9 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# No: one byte a parameter can't reach QLoRA's 0.516. On record at batch 1: 10.4 GB against 8.1. But held once works: *fp8-frozen*
-# always, transposing a layer at a time, Transformer Engine between steps if you drop the transposes; its peak within a step
-# wasn't measured. Here, on one text of 2,048 tokens, FP8 took 1.5 to 1.9 times BF16's time.
+# At batch 1 no: section 3's model took 10.4 GB, with QLoRA 8.1. Larger batches weren't tried. Holding them once works:
+# *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between steps if you drop the transposes. Its peak
+# within a step wasn't measured. Here FP8 took 1.5 to 1.9 times BF16's time, but the machine was unsteady.
 #
 # **Takeaway.** Count a layer's bytes after some steps, not before.
 

@@ -555,9 +555,9 @@ print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same 
 #
 # *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
 #
-# **Prediction.** LoRA as published keeps all activations, QLoRA has checkpoints. Frozen weights need no gradient, so a backward
-# pass costs about a forward pass: a checkpoint makes two passes three. Add restoring and casts. By how many percent is QLoRA's
-# step on long texts longer than LoRA's?
+# **Prediction.** LoRA, the base, keeps all activations; QLoRA has checkpoints. Frozen weights need no gradient: products take the
+# same backward as forward. Checkpoints make two passes three. Add restoring and float32. By how many percent is QLoRA's step on
+# long texts longer than LoRA's?
 
 # %%
 my_qlora: float | None = None  # for example 20
@@ -599,10 +599,10 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # | gaps, and what isn't explained | + 38 | + 1.3 |
 # | QLoRA | 1,496 | 30 |
 #
-# Offloading saved 2.3 of 34.1 GB, at no cost in time that shows: all checkpoints here are 2.4.
+# Offloading saved 2.3 of 34.1 GB: all checkpoints are 2.4 GB. No cost in time shows.
 #
-# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, but 17 % longer than LoRA with them. Checkpointing is most
-# of its time and saving; restoring is 26 of 575 ms.
+# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, 5 to 18 % longer than with them. Of 575 ms more,
+# checkpointing is 357, restoring 26; of 72 GB saved, 68.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -634,7 +634,7 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# unsloth and PEFT both compute $(xA^\top)B^\top$. The other order, $x(BA)^\top$, forms a matrix as large as the weight.
+# unsloth keeps PEFT's order, $(xA^\top)B^\top$. The other, $x(BA)^\top$, forms a matrix as large as the weight.
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
 # 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
@@ -701,12 +701,12 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 #
 # - On long texts unsloth is worth a factor of two in time and more than three in memory.
 # - On short texts it is worth two in memory, and perhaps over two in time. QLoRA's kernels take 208 of some 900 ms there: the
-#   host sets the pace, and whether unsloth gains less is open.
+#   host sets the pace. Noise hides whether unsloth gains less.
 #
-# *Where 21 GB go, by sums:* whole logits 10 to 15, two or three float32 copies of 4 × 2,048 × 152,000 numbers; float32
-# checkpoints 4.8; embedding and head in 16 bits 2.5. That makes 17 to 22.
+# *QLoRA's 21 GB more, computed:* two or three float32 copies of all logits, a number for each token and word, 10 to 15; float32
+# checkpoints 4.8; embedding and head not in 16 bits 2.5. Sum: 17 to 22.
 #
-# **Takeaway.** Whole logits, float32 and checkpoints on the card can explain unsloth's memory. Which change brings the time,
+# **Takeaway.** Loss by chunks, 16 bits and checkpoints on the host can explain unsloth's memory. Which change brings the time,
 # these runs don't separate.
 
 # %% [markdown]
@@ -749,8 +749,8 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes.** *Published* is the article's code. Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4
-# bits and checkpoints. All else changes: *plain* adapters without casts, our *rewritten* forward pass, *fused* loss by chunks,
+# **The recipes.** *Published* is the library's code. Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4
+# bits and checkpoints. These change: *plain* adapters, no casts to float32, *rewritten* forward pass, *fused* loss by chunks,
 # compiled blocks, packed rows. *nf4-frozen* restores by look-ups:
 
 # %%
@@ -792,15 +792,16 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*:
+# Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*. FP8 also rounds activations and
+# gradients.
 #
-# - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; only the first pair is shown. So
-#   read *not slower*, not 6 %. Memory: 9.05 against 7.54 GB; checkpoints on the card are 1.2 of the 1.5.
+# - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; only the first pair is shown.
+#   So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are 1.2 of the 1.5.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 # - *One change at a time:* 4 bits add 20 ms to 395, compiling saves 119.
 #
-# **Takeaway.** Packing, loss by chunks and compiling bring plain PyTorch to unsloth's speed or better, for 20 % more memory. With 40 GB
-# compiled 16 bits train 36 % more tokens a second than that. Quality, and 16 bits with compiled checkpoints, weren't measured.
+# **Takeaway.** On packed rows our compiled recipe is not slower than unsloth, and takes 20 % more memory. With 40 GB compiled 16
+# bits train 36 % more tokens a second than ours. Quality, and 16 bits with compiled checkpoints, weren't measured.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B

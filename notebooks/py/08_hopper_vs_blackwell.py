@@ -680,10 +680,10 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* needs a seventh of the launches, of 24 µs each. They take 212 ms, kernels 441: the GPU decides. The step is 2.4 to 2.9
-# times as fast. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms, LoRA's *thin GEMM* 62, casts 43. Now both
-# clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*. Below, a purple bar is CUDA's call alone.
-# White beside it isn't idle: it is Python and PyTorch, also in $c$, and the profiler.
+# *Grouped* needs a seventh of the launches, of 24 µs each. They take 212 ms, kernels 441: the GPU decides. It's 2.9 times as
+# fast; *again*, 2.4. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms, LoRA's *thin GEMM* 62, casts 43. Now both
+# clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*. Below, a *launch call* is CUDA's part of
+# $c$. The host's white is the rest of $c$, Python and PyTorch, and the profiler.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -702,8 +702,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# *Dense*: most gaps are the profiler's. Without it the GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU.
-# *Captured*: after one call the host waits.
+# *Dense*: profiling causes most idling. Without it the GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU.
+# *Captured*: the host waits, the GPU works.
 #
 # **Takeaway.** First fewer launches and waits: 2.4 to 2.9 times as fast. Then less kernel work, captured: 3.4 times again.
 
@@ -763,8 +763,8 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# The detour makes a launch 1.8 times as long, and the step 3 %: kernels of 441 ms still hide launches of 386. At 581 they don't.
-# The slowed points are a weak test: their $c$ comes from short steps with the same delay.
+# The detour makes a launch 1.8 times as long, the step 1.03: kernels of 441 ms still hide launches of 386. At 581 they don't. The
+# slowed points are a weak test: their $c$ comes from short steps with the same delay.
 #
 # **How far can you trust the replay?** All earlier readings of it:
 
@@ -782,7 +782,7 @@ for way, percent in off.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** A slower host costs little until launches take as long as kernels. Of these 170 readings the worst is 20 % off.
+# **Takeaway.** With few waits, kernels hide a slower host until launches outlast them. The worst of 170 readings is 20 % off.
 
 # %% [markdown]
 # ## 8 · Four cards with this host
@@ -873,22 +873,22 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# The H100's kernels lie between the ends, its steps too, but for the loop's, 9 % above: a weak test, as the ends are wide and
-# both peaks are equal. The short form omits gaps and unevenness, so the H200's steps take 6 to 10 % more, except *captured*.
+# With its own $c$ the H100 lies between the ends, but for the loop's step, 9 % above. The test is weak: H100 and H200 have equal
+# peaks. The H200's steps take 6 to 10 % more than the short form, partly as it omits gaps; *captured*, 0.
 #
-# Launches don't get faster with a card. On a B200 we predict 277 ms for *dense* by both ends, which is its launches. From H100 to
-# B200 the loop gains 1.0 times, *grouped* 2.1 to 2.4.
+# Launches don't get faster with a card. On a B200 launches decide *dense*: 277 ms, or 340 with *again*'s $c$. A B200 runs the
+# loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
 #
-# **Back to the article.** Divide batch by rate. Its gpt-oss-120b steps took, in seconds for 32 texts:
+# **Back to the article.** From section 11's rates, its gpt-oss-120b steps took, in seconds for 32 texts:
 #
 # | | short texts | long texts |
 # |---|---|---|
 # | RTX PRO | 12.3 | 15.8 |
 # | H100 | 12.5 | 11.1 for 16 |
 #
-# Short steps take equally long on unequal cards: the hosts seem to decide, and to be alike. On the H100 16 long texts take no
-# longer than 32 short ones: its host seems to decide there, too. If it still did with 32, the H100 would make some 10,000 an
-# hour, and win. So half a batch may explain it, if kernels are short enough: section 11.
+# On short texts unequal cards differ by 2 %: hosts seem to decide, and to be alike. On the H100 16 long texts take a tenth less
+# than 32 short ones: its host may decide there, too. If it did with 32, the H100 would make 9,200 to 10,400 texts an hour, and
+# win. So half a batch may explain it, if kernels for 32 take under 15.8 s.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1269,7 +1269,7 @@ fitted_us = ours_us * (articles_s - waits_s) / in_short["host, s"]
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# As in section 8 we take like hosts: 23 µs. On Qwen3-32B kernels decide, and the article is 1.4 and 1.8 times as fast. We also
+# Fitted to short texts, like hosts take 23 µs. On Qwen3-32B kernels decide: the article beats us by 1.4 and 1.8 times. We also
 # try these factors on gpt-oss's kernels, which is a guess.
 #
 # **Which host does it take?** Draw the Blackwell card's rate over the H100's for many hosts: a band from our kernels to shortened
@@ -1320,9 +1320,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** With like hosts and equal batches the slower card can't win: that is built in. With 16 on the H100 it wins at 23 µs,
-# by 1.2 with our kernels and 1.6 with shortened ones: the article's 1.3 to 1.4 lies between. At 18 µs, or padded at 20, it can
-# lose. Half a batch may explain it. A slower host beside the H100 alone we didn't calculate.
+# **Answer.** Our model's slower card can't win with like hosts and equal batches. With 16 on the H100 it is 1.2 to 1.6 times as
+# fast at 23 µs, from our kernels to shortened ones, and 1.0 to 1.4 at 20; the article: 1.3 to 1.4. At 18, or padded at 20, it can
+# lose. Half a batch may explain the order. A slower host for the H100 alone wasn't tried.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

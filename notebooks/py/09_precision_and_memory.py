@@ -96,10 +96,11 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # One comparison measures all switches, and the sections below take their rows from it. Each round goes through the list, down or
 # up, with *base* at both ends: `labutils/labs/lab09_toggles.py`.
 #
-# To read the tables: *time* is the median of the rounds' ratios, with its interval of 95 %. *Floor* is the time of the plain step's
-# FLOPs at your card's measured rate, in the fastest format that the row permits. *base again* changes nothing, so it shows the noise:
-# on this page −15 to +12 %. Above 3 % the course calls every verdict on a time *inconclusive*. Judge yourself: a change inside the noise
-# is undecided, one far outside has a likely direction and a rough size. *Here* is this page's run on the H200, *ours* an earlier one.
+# To read the tables: *time*, the median ratio by rounds with its interval of 95 %, can differ from the ratio of the steps.
+# *floor* is the time of a step's FLOPs, none computed again, at your card's rate in the row's fastest format. *base again*
+# changes nothing, so it shows the noise: on this page −15 to +12 %. A strict rule: with noise beyond ±3 % a machine is
+# *unsteady*, and no time decides. Judge for yourself: inside the noise a change is undecided, far outside its direction and rough
+# size are likely. *here* is this run, *ours* an earlier one on our H200.
 
 
 # %%
@@ -360,9 +361,9 @@ assert math.isclose(1e6 * plain_mb, saved_for_backward(blocks, lambda: forward(b
 print(f"kept: {plain_mb:.2f} MB; checkpointed {again_mb:.2f}; a quarter at a time {part_mb:.2f}")
 
 # %% [markdown]
-# Kept are seven tensors of 512 × 64, 0.92 MB, with checkpointing; without, two of 512 × 256 more for each block. With LoRA most
-# weights are frozen. Forward is one part of the arithmetic, backward about one more: gradients of activations, hardly any of
-# weights. Computing the blocks again adds one part to two.
+# Checkpointing keeps six inputs and the last sum, 0.92 MB; without it each block keeps two of 512 × 256 more. In the UNet with
+# LoRA most weights are frozen. Forward is one part of the arithmetic, backward about one more: gradients of activations, hardly
+# any of weights. Computing the blocks again adds one part to two.
 #
 # **Your prediction:** by how many percent does checkpointing lengthen the UNet's step? The arithmetic says at most 50. That
 # holds for a step whose time goes into arithmetic on the GPU.
@@ -396,10 +397,10 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 # ```
 #
-# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. Here it loses twice: 380 ms against 230, and
-# 7.68 GB against 4.34. Keeping products pays where arithmetic sets the pace.
+# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and
+# attention, too. It took more than *checkpointing*: 7.68 GB, and probably time.
 #
-# **Takeaway.** A small micro-batch is cheap if its time shrinks as much: here one example took about as long as eight.
+# **Takeaway.** A small micro-batch is cheap only if it takes less time: here one example took about as long as eight.
 
 # %% [markdown]
 # ## 4 · The rest of the list
@@ -521,10 +522,10 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # %% [markdown]
 # The numbers on *meta* are the same within 1 %.
 #
-# - *forward*: weights, 8.4 MB, eight outputs and the square, 2.1 each.
-# - *backward*: weights, eight outputs, and four temporaries of the loss's gradient. No weight has a gradient yet.
-# - *first update*: weights, gradients and two moments, 8.4 each, and 2.1 of temporaries. It is the peak only once: from the second step
-#   on the moments' 16.8 are there from the start, and the backward pass should peak, 33.6 + 16.8 = 50.4.
+# - *forward*: weights, 8.4 MB; eight outputs and the square, 2.1 each.
+# - *backward*: weights, 8.4; eight outputs and four tensors of the loss's gradient, 2.1 each. No weight's yet.
+# - *first update*: weights, gradients and two moments, 8.4 each, and 2.1 of temporaries. From the second step on the moments'
+#   16.8 are there from the start: after `zero_grad` the backward pass should peak, at 33.6 + 16.8 = 50.4.
 #
 # Plan with the second step, as the course's predictor does:
 #

@@ -35,10 +35,10 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 40 GB | 6 minutes |
 #
-# Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. The text's numbers come from *the recorded
-# H100*. *Our H100* and *ours* are other runs. The machine was unsteady: section 3's PNG loop, measured again in each round, was
-# 0.82 to 1.05 times as fast as itself. Beyond 3 % every verdict on a time in this lab says *inconclusive*. Trust only the
-# direction of a large change, such as 7 times.
+# Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. Numbers without a name are *the recorded
+# H100*'s. *Our H100* and *ours* are other runs. The recorded one was unsteady: *PNG, again*, section 3's first loop repeated, was
+# 0.82 to 1.05 times as fast. More than 3 % from 1 makes every verdict on a time here *inconclusive*. Trust only the direction of
+# a change far beyond that range.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -173,7 +173,7 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# These pictures are drawn, and compress better than photographs do.
+# These pictures are drawn: photographs may take other sizes and times.
 #
 # **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, and 181 times as long as
 # to read once more. Beside decoding, such reading is little. Section 3 adds resizing.
@@ -358,9 +358,9 @@ with lab.attempt("the law's picture"):
 # c = median(ms(step) for _ in range(20))
 # ```
 #
-# **Takeaway.** Measure $r$ and $c$. By the formula you need $r / c$ workers, rounded up: here 238 / 162, so 2, where we measured 4.
-# With that many, only a smaller $c$ shortens the step: here 162 ms, with a floor of 15. If $r / c$ is more than your cores, lower
-# $r$: decode and resize once. Section 5's script is such a case.
+# **Takeaway.** Measure $r$ and $c$. By the formula you need $r / c$ workers, rounded up: here 238 / 162, so two. We tried only
+# four. With that many, only a smaller $c$ shortens the step: here 162 ms, with a floor of 15. If $r / c$ is more than your cores,
+# workers help, 89 % in section 5, but you must also lower $r$: decode and resize once.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
@@ -551,11 +551,12 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
 # (`labutils/tools/ablations.py`). We chose these four before measuring:
 #
-# - *Workers*: one is enough. An image's $r$ is 59.5 ms (section 3), $c$ about 162 (section 4).
+# - *Workers*: one is enough. An image's $r$ is 59.5 ms (section 3), $c$ about 162, for one image or four (section 4).
 # - *Caching* keeps the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
-# - *Batch size* trains four images at once, not one after the other. What does the formula promise for workers, and for batch
-#   size? Calculate before you look.
+# - *Batch size* trains four images at once, not one after the other.
+#
+# Before you look: what does the formula promise for *workers* and *batch size*?
 #
 # *Step off by* is the predicted step against the measured one: −20 % means that the predicted step is 20 % shorter than the
 # measured one.
@@ -581,18 +582,19 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 #
 # What they say:
 #
-# - In 17 of 18 rows the predicted step is off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %.
-# - The formula, with another loop's numbers from sections 3 and 4: a step is 4 × (59.5 + 162) = 886 ms. One worker leaves 4 × 162 =
-#   648, 27 % less; the tool said 24, measured are 31, unexplained. Four images at once leave 238 + 162 = 400, 55 % less; the tool said
-#   56, measured are 62.
-# - In all three runs of Stable Diffusion the promises of capture and workers sum to 99 or 100 %: the tool probably expects that after
-#   capture only the wait for data is left. All three measured less. That row also changes optimizer and logging.
+# - In 17 of 18 rows, our H100's and H200's included, the predicted step is off by −26 to +17 %. The +32 % is no measurement: its
+#   rounds go from −43 to 62 %.
+# - The formula, with other loops' $r$ and $c$: a step takes 4 × (59.5 + 162) = 886 ms. With one worker it takes 4 × 162 = 648, 27 %
+#   less. The tool said 24; we measured 30 to 34, unexplained. Four images at once: 238 + 162 = 400, 55 % less. The tool said 56; we
+#   measured 54 to 62.
+# - In all three runs of Stable Diffusion capture is promised to leave 25 to 34 %, nearly what workers are promised to save: about the
+#   wait for data. Capture saved 4 to 10 points less than promised. Its row also changes optimizer and logging.
 # - Stable Diffusion kept the order on our H100 and H200, LLaVA with two fixes. Qwen3 can't tell. Here caching and workers
 #   swapped, but their ranges overlap. Capture and batch size clearly come first.
 # - The first table's measured gains sum to 189 %, so they can't add up. Only these rows were tested, each alone.
 #
-# **Takeaway.** A trace tells where the time goes, and roughly which of the fixes that it knows saves most. It didn't propose the map to
-# our script. So profile, calculate with $r$ and $c$, change one thing, measure again.
+# **Takeaway.** A trace tells where the time goes. In four of six loops the tool ranked the best tested fix first. It didn't
+# propose the map. So profile, calculate with $r$ and $c$, change one thing, measure again.
 
 # %% [markdown]
 # ## Exercises

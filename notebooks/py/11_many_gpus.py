@@ -191,8 +191,8 @@ for one, other in zip(weights_of_rank_0, network.parameters(), strict=True):
 print(f"DDP on {count} ranks: the weights of one process")
 
 # %% [markdown]
-# From 1 KiB to 128 KiB a message takes hardly longer: that is mostly starting, the *latency*. At 16 MiB it is 207 GB/s, not yet
-# the link's rate.
+# From 1 KiB to 128 KiB a message takes hardly longer: that is mostly starting, the *latency*. At 16 MiB the rate is 207 GB/s, of
+# the link's 450.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, share the batch, start with `torchrun`. A real script also needs a
 # `DistributedSampler` with `set_epoch`, a seed of its own on each rank for noise and dropout, and logs and checkpoints from
@@ -264,16 +264,16 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# Read from left to right: *one process*; *predicted*, the bound; *each for itself*, without messages; *DDP*. On NVLink the bound adds
-# at most 0.1 ms, so *predicted* repeats *one process*: its use comes in section 4. What DDP adds is its distance from *each for
+# The bound is *one process* plus *exposed*: *predicted*. On NVLink that adds at most 0.1 ms, so both columns *predicted* repeat
+# the one before; section 4 uses the bound. *Each for itself* is without messages. What DDP adds is its distance from *each for
 # itself*:
 #
 # - *LoRA*: 2 ms for the UNet, below the noise; 5 for Qwen3, noise not shown.
-# - *UNet, all weights*: 39 ms between medians, 24 round by round, interval 9 to 72. One process, measured again, was up to 14 %
-#   slower, which is also 24 ms. So don't trust the number; section 3 tests it in a second way.
+# - *UNet, all weights*: 39 ms between medians, 24 round by round, interval 9 to 72. For one process again the noise reaches −14
+#   %: steps 16 %, 24 ms, longer. So trust neither number; section 3 is a second test.
 #
-# The bound counts only what is sent after the last gradient. All 71 buckets alone would take 14 ms. Whether the rest is NCCL's use of
-# the GPU, copies, or waiting for the slower rank wasn't separated.
+# The bound counts only what is sent after the last gradient. Sent with nothing computing, the 71 buckets take 14 ms. Whether
+# DDP's extra is NCCL's use of the GPU, copies, or waiting wasn't separated.
 #
 # Both verdicts are *inconclusive*: on an unsteady machine no time decides. They count examples a second: for all weights +53 to
 # +75 % is an efficiency of 77 to 87 %. *Ours*, two H200s of another host, reached 64 %, and 90 with LoRA. The largest message,
@@ -374,11 +374,11 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# **Memory.** Expected: 29.1 − 12 · 0.86 = 18.8 GB. Measured: 15.9. FSDP saved 15 bytes a parameter, not 12: the count misses
-# something, and we didn't look for it.
+# **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. FSDP saved 15 bytes a parameter, not 12; we didn't
+# look for the other 3.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *no_sync*, 578 ms, saved 128 against *sync each*, and 86 against *again*.
-# Three times section 2's extra is 117 by medians, 72 by rounds: the same size, no more.
+# **Time.** In *gradients*, – is one micro-batch, else four. *no_sync*, 578 ms, saved 128 against *sync each*, and 86 against
+# *again*. It spares three sends: by section 2's extra 117 ms, 72 by rounds. A rough fit.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.7 GB of 20.8, and its step took
 # 16 % longer.
@@ -407,17 +407,17 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run for
-# some 200 ms, where the bytes need 14. Some 66 of them come before any computing. Probably most is waiting.
+# The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run 210
+# ms; the bytes need 14. 66 of the 210 come before any computing. The rest is waiting or slow sending.
 #
 # - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
 #
-# **Takeaway.** Synchronising in each micro-batch cost 86 to 128 ms of some 700, where the bound forbids nothing: use `no_sync`,
-# with the forward pass inside it. FSDP saved 45 % of the memory with all weights, and its step was longer, 236 against 186 ms,
-# neither measured *again*: take it for a model that doesn't fit otherwise.
+# **Takeaway.** Four sends a step took 128 ms longer than one, and 86 measured again, on an unsteady machine: use `no_sync`, with
+# the forward pass inside it. FSDP saved 45 % of the memory with all weights, and its step was longer, 236 against 186 ms, neither
+# measured *again*: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is too slow?
@@ -457,13 +457,13 @@ plt.show()
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1, 10, 100 GbE | 44 % |
 #
-# By hand: divide the gradients' bytes by one process's step. For the UNet with all weights that is 3.44 GB / 0.145 s, 24 GB/s; for
-# Qwen3 0.21, for the UNet's LoRA 0.017. A link below this rate can't hide everything; the figure says how much is lost. So the
-# article's 25 and 40 GbE are excluded for all weights of the UNet, too. N ranks send 2(N − 1)/N times the bytes, 1.75 for eight.
-# BF16 gradients or `no_sync` need less. Even with steps 16 % longer, the noise's end, 100 GbE allows 49 % at most. All this only
+# By hand: divide the gradients' bytes by one process's step. For the UNet with all weights that is 3.44 GB / 0.145 s, 24 GB/s;
+# for Qwen3 0.21, for the UNet's LoRA 0.017. A slower link can't hide everything; a faster one may not, either: see the figure. 25
+# and 40 GbE are slower than 100, so excluded for all weights, too. Each of N ranks sends 2(N − 1)/N as much, 1.75 for 8. BF16
+# gradients or `no_sync` need less. Even with steps 16 % longer, the noise's end, 100 GbE allows 49 % at most. All this only
 # excludes: NVLink's bound is 100 %, and section 2 measured 78.
 #
-# **Takeaway.** Compare the bytes of gradients for each second of a step with the link, before you rent it.
+# **Takeaway.** Gradients' bytes over the step's time is the least rate to rent; more may be needed.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
