@@ -453,11 +453,11 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Host, ms* is the same in all rows of a model by rule 3, not by measurement. Where clocks are close, the replay is 6 % off, the
-# larger sum 10 in *dense*, 1,024, or 25 in *moe*, 2,048. In *moe*, 256 and 1,024, the host took less than rule 3 says. So the
-# larger sum is nearer.
+# *Host, ms* is the same in all rows of a model by rule 3, not by measurement. Where clocks are close, on our H200, the replay is
+# 6 % off, the larger sum 10 in *dense*, 1,024, or 25 in *moe*, 2,048. In *moe*, 256 and 1,024, the host took less than rule 3
+# says. So the larger sum is nearer.
 #
-# **Takeaway.** A trace and a short step predict a step, here within 11 %.
+# **Takeaway.** A trace and a short step predict a step, on our H200 within 11 %.
 
 # %% [markdown]
 # ## 5 · Two real models
@@ -782,7 +782,7 @@ for way, percent in off.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** With few waits, kernels hide a slower host until launches outlast them. The worst of 170 readings is 20 % off.
+# **Takeaway.** With few waits, kernels hide a slower host until launches outlast them. The worst of these readings is 20 % off.
 
 # %% [markdown]
 # ## 8 · Four cards with this host

@@ -98,9 +98,9 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 #
 # To read the tables: *time*, the median ratio by rounds with its interval of 95 %, can differ from the ratio of the steps.
 # *floor* is the time of a step's FLOPs, none computed again, at your card's rate in the row's fastest format. *base again*
-# changes nothing, so it shows the noise: on this page −15 to +12 %. A strict rule: with noise beyond ±3 % a machine is
-# *unsteady*, and no time decides. Judge for yourself: inside the noise a change is undecided, far outside its direction and rough
-# size are likely. *here* is this run, *ours* an earlier one on our H200.
+# changes nothing, so it shows the noise: on our H200 −15 to +12 %. A strict rule: with noise beyond ±3 % a machine is *unsteady*,
+# and no time decides. Judge for yourself: inside the noise a change is undecided, far outside its direction and rough size are
+# likely. *here* is this run, *ours* an earlier one on our H200.
 
 
 # %%
