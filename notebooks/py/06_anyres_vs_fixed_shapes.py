@@ -262,6 +262,10 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 # %% [markdown]
 # You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
 # differ by more than 3 %, the machine is *unsteady*, and no time decides.
+#
+# Read *step*, *useful tokens/s* and *peak* first. *step* is a median; rates and *MFU* use means, where one slow step shows.
+# *Data* is waiting for images. *Floor* is FLOPs at your card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's.
+# Both leave out what is computed again.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -284,10 +288,6 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# Read *step*, *useful tokens/s* and *peak* first. *step* is a median; rates and *MFU* use means, where one slow step shows.
-# *Data* is waiting for images. *Floor* is FLOPs at your card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's.
-# Both leave out what is computed again.
-#
 # One of *bf16, again*'s three steps took 3.0 s. The median hides it, the speed-up's interval doesn't: no time here decides.
 #
 # On another H200:
@@ -306,13 +306,12 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Against BF16, batches 8 to 24, one step each:
+# Against BF16, batches 8 to 24. Each number is of single steps, noise unknown:
 #
 # - *fixed* takes 44 to 45 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
 #   useful tokens a second 35 to 36 % fewer;
 # - *compile* saves 28 to 30 %, *fp8-te* 13 to 19, but −5 at batch 2; *qlora* costs 11 to 12;
-# - *qlora* takes 28.5 GB of 31.1 at batch 8, and 20 % more than BF16 at batch 24, as in the article. The lines cross at batch 11,
-#   by formula at 13.
+# - *qlora* takes 28.5 GB of 31.1 at batch 8, and 20 % more than BF16 at batch 24. The lines cross at batch 11, by formula at 13.
 #
 # **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves some 10 GB once
 # and pays 1 GB for each example.
@@ -433,10 +432,9 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# The article's images all have one number of tokens. So varying images caused none of the 11 recompilations. All 11 fall in steps
-# 1 and 2. `torch._dynamo.utils.get_compilation_metrics()` lists the reasons. In our check padded text, as in *fixed*, left 3 of
-# the 11: in step 2 an answer is a token longer, and each piece between graph breaks meets that length. Varied images add 8 by
-# step 6.
+# *uniform*: 3 in step 1, and 8 in step 2, where an answer is a token longer. The toy compiled anew once for a second length; here
+# each piece between graph breaks does. In a check not shown, padded text left 3. So longer text probably caused 8, and images
+# none: all have one number of tokens. *varied*: 8 more by step 6; `torch._dynamo.utils.get_compilation_metrics()` lists why.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
 # open.
@@ -513,8 +511,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Speed-ups multiply. Compiling and smaller inputs probably make most of the half; unpadded squares need 39 % of the
-# FLOPs, not 68. Constant shapes get at most the rest; in the article only texts varied in size.
+# **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes
+# at most the rest. *fp8-te* shows that time needn't follow. Unpadded squares need 39 % of the FLOPs, not 68.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -542,7 +540,6 @@ lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
 # *Padded* took 8 % less time a computed token, within the noise. The claim stays open. Padded rows are also 1.5 times as long.
-# Useful tokens a second fall by 26 %.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -635,8 +632,8 @@ lab.verdict("A2.left.dynamic")
 # but 59 GB, not 27, four times the tokens a step, and 12 % fewer an image. *fixed* wasn't run here; section 3 compares it with
 # *compile*.
 #
-# **Takeaway.** All rungs together: 48 or 52 % less time a useful token, on an unsteady machine. Single rungs aren't clear of the
-# noise.
+# **Takeaway.** Probably don't pad: rows as they come trained on 34 % more useful tokens a second than padded ones, within the
+# noise. All rungs took 48 or 52 % less time a useful token.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -811,7 +808,7 @@ steps = model = None
 # *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between steps if you drop the transposes. Its peak
 # within a step wasn't measured. Here FP8 took 1.5 to 1.9 times BF16's time, but the machine was unsteady.
 #
-# **Takeaway.** Count a layer's bytes after some steps, not before.
+# **Takeaway.** Yes, if you drop the transposes after each step: it saves memory, not time. Count bytes after some steps.
 
 # %% [markdown]
 # ## 8 · The loss, or the seed?
@@ -968,11 +965,11 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
 # Here *fixed*'s first step takes 8 s, in the article 106. By section 3's times it leads from step 6, where it passes *qlora*; if
-# step 2 takes as long, from 15. But its step does less: a million useful tokens take *compile* 120 s, by section 3, and *fixed*
-# 179.
+# step 2 takes as long, from 15, where it passes *fp8-te*. But its step does less: a million useful tokens take *compile* 120 s,
+# by section 3, and *fixed* 179.
 #
 # **Takeaway.** First decide what to train on, then compare total times. For small images *fixed*; for full ones, after some 30
-# steps, probably *compile*. Not compared: unpadded squares, and section 6's packing.
+# steps, or 80 if step 2 compiles as long, probably *compile*. Not compared: unpadded squares, and section 6's packing.
 
 # %% [markdown]
 # ## Exercises

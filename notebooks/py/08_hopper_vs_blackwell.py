@@ -23,8 +23,8 @@
 # workstation card wins on long texts. The article blames the H100's *host*: its CPU hands out work too slowly. But the H100 also
 # ran half the batch. Can that explain the order?
 #
-# You write a model of ten lines that predicts a step from its launches. Refined, it was off by at most 20 % on Qwen3-8B and
-# gpt-oss-20b. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. Refined, it was off by at most 20 %. No Blackwell card
+# was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -313,11 +313,11 @@ lab.table(pd.DataFrame(rows))
 #
 # **Technique.**
 #
-# 1. Trace the step: its kernels in order, and its waits. The profiler hardly slows a GPU's kernels, so their times come from the
-# trace.
-# 2. Trace and, unprofiled, time a step on texts of 8 tokens: the host decides. The $c$ whose replay takes as long is `c_short`.
-# 3. The host pays for *operations*. A longer text has as many, in more launches. So $c$ is `c_short` × its operations a launch / the
-#    short step's.
+# 1. Trace the step that you want to predict: each kernel's ms, and where the host waits. Kernels' times survive profiling.
+# 2. The host's don't. So take $c$ from a step that the host decides: texts of 8 tokens, timed unprofiled. `c_short` is the $c$ whose
+#    replay takes as long.
+# 3. The host pays for *operations*. A longer text has as many, in more launches, so a launch costs less: launches × $c$ stays the
+#    same.
 
 
 # %%
@@ -453,9 +453,9 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Host, ms* is the same in all rows of a model by rule 3, not by measurement. Where clocks are close, on our H200, the replay is
-# 6 % off, the larger sum 10 in *dense*, 1,024, or 25 in *moe*, 2,048. In *moe*, 256 and 1,024, the host took less than rule 3
-# says. So the larger sum is nearer.
+# *Host, ms* is the same in all rows of a model by rule 3, not by measurement. On our H200 the larger sum is within 10 % in five
+# rows. In *moe*, 2,048, both clocks are close and there are 463 waits: it is 25 % off, the replay 6. In *moe*, 256 and 1,024,
+# launches × $c$ alone exceeds the measurement: $c$ is too large.
 #
 # **Takeaway.** A trace and a short step predict a step, on our H200 within 11 %.
 
@@ -570,10 +570,10 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # %% [markdown]
 # *Dense*: kernels decide, 370 ms against launches of 277 or, *again*, 340. Refined, the replay goes from −9 to −3 %.
 #
-# *Loop*: the host decides, launches of 1,249 or 1,137 ms, 18 to 20 µs each, against kernels of 498: the GPU idles 64 or 56 %. The
-# same step took 1,372 and 1,140 ms; the replay is off by 0 and 11 %.
+# *Loop*: the host decides, launches of 1,249 or 1,137 ms against kernels of 498: the GPU idles 64 or 56 %. The same step took
+# 1,372 and 1,140 ms; the replay is off by 0 and 11 %.
 #
-# **Takeaway.** Know which clock decides before you buy a card.
+# **Takeaway.** Qwen3's kernels decide, gpt-oss's launches.
 
 # %% [markdown]
 # ## 6 · Fewer launches
@@ -680,10 +680,10 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* needs a seventh of the launches, of 24 µs each. They take 212 ms, kernels 441: the GPU decides. It's 2.9 times as
-# fast; *again*, 2.4. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms, LoRA's *thin GEMM* 62, casts 43. Now both
-# clocks are close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*. Below, a *launch call* is CUDA's part of
-# $c$. The host's white is the rest of $c$, Python and PyTorch, and the profiler.
+# *Grouped* makes a seventh of the launches. Their 212 ms hide behind 441 of kernels: 2.9 times as fast as the loop, 2.4 as
+# *again*. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms, LoRA's *thin GEMM* 62, casts 43. Now both clocks are
+# close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*. Below, a *launch call* is CUDA's part of $c$. The
+# host's white is the rest of $c$, and the profiler.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -705,7 +705,8 @@ with lab.attempt("Host and GPU, from traces"):
 # *Dense*: profiling causes most idling. Without it the GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU.
 # *Captured*: the host waits, the GPU works.
 #
-# **Takeaway.** First fewer launches and waits: 2.4 to 2.9 times as fast. Then less kernel work, captured: 3.4 times again.
+# **Takeaway.** First fewer launches and waits: 2.4 to 2.9 times as fast. Then less kernel work, compiled and captured: 3.4 times
+# again.
 
 # %% [markdown]
 # ## 7 · A slower host
@@ -874,7 +875,7 @@ plt.show()
 
 # %% [markdown]
 # With its own $c$ the H100 lies between the ends, but for the loop's step, 9 % above. The test is weak: H100 and H200 have equal
-# peaks. The H200's steps take 6 to 10 % more than the short form, partly as it omits gaps; *captured*, 0.
+# peaks. The H200's steps take 6 to 10 % more than the short form, partly as it omits gaps.
 #
 # Launches don't get faster with a card. On a B200 launches decide *dense*: 277 ms, or 340 with *again*'s $c$. A B200 runs the
 # loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
@@ -886,9 +887,9 @@ plt.show()
 # | RTX PRO | 12.3 | 15.8 |
 # | H100 | 12.5 | 11.1 for 16 |
 #
-# On short texts unequal cards differ by 2 %: hosts seem to decide, and to be alike. On the H100 16 long texts take a tenth less
-# than 32 short ones: its host may decide there, too. If it did with 32, the H100 would make 9,200 to 10,400 texts an hour, and
-# win. So half a batch may explain it, if kernels for 32 take under 15.8 s.
+# On short texts unequal cards differ by 2 %: hosts seem to decide, and to be alike. The H100's 16 long texts take a tenth less
+# than 32 short ones: its host may decide there, too. If it still did with 32, a step would take 11.1 to 12.5 s, and the H100
+# would win. So half a batch can explain the order, if the article looped over experts, and kernels for 32 take under 15.8 s.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -954,7 +955,8 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 # 4. Check that your batch fits: lab 09.
 # 5. While the host decides, buy a faster host or a cheaper card. Once kernels do, compare ms an example, times price.
 #
-# Section 4's longest steps, with two hosts:
+# Section 4's longest steps. With a host half as fast, the last column, *dense* goes from 42 to 72 ms on a B200, and stays at 186
+# on the RTX PRO:
 
 
 # %%
@@ -1222,8 +1224,7 @@ grown["moe"] = operations_in(36, 128) / operations_in(moe_size.layers, moe_size.
 print(f"gpt-oss-120b launches {grown['moe']:.1f} times as much as our model")
 
 # %% [markdown]
-# **The large steps** by section 2's short form, with this host for both cards, in the article's batches: 32 texts, but 16 of
-# gpt-oss's long ones on the H100.
+# **The large steps** by section 2's short form, with this host for both cards, in the article's batches.
 
 
 # %%
@@ -1322,7 +1323,7 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 # %% [markdown]
 # **Answer.** Our model's slower card can't win with like hosts and equal batches. With 16 on the H100 it is 1.2 to 1.6 times as
 # fast at 23 µs, from our kernels to shortened ones, and 1.0 to 1.4 at 20; the article: 1.3 to 1.4. At 18, or padded at 20, it can
-# lose. Half a batch may explain the order. A slower host for the H100 alone wasn't tried.
+# lose. A slower host for the H100 alone wasn't tried.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

@@ -125,7 +125,8 @@ def timed_all_reduce(device):
 
 # %% [markdown]
 # `DistributedDataParallel`, or *DDP*, keeps the whole model on each rank. It averages the gradients while `backward()` runs. It
-# also gives every rank the weights of rank 0. It doesn't share the batch: this script gives each rank another part.
+# also gives every rank the weights of rank 0. You share the batch. The mean of the ranks' gradients is the whole batch's only if
+# each part has as many examples.
 
 
 # %%
@@ -264,16 +265,15 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# The bound is *one process* plus *exposed*: *predicted*. On NVLink that adds at most 0.1 ms, so both columns *predicted* repeat
-# the one before; section 4 uses the bound. *Each for itself* is without messages. What DDP adds is its distance from *each for
-# itself*:
+# Compare *each for itself*, which sends nothing, with *DDP*. On NVLink the bound, *predicted*, adds at most 0.1 ms to one process:
+# section 4 uses it.
 #
-# - *LoRA*: 2 ms for the UNet, below the noise; 5 for Qwen3, noise not shown.
-# - *UNet, all weights*: 39 ms between medians, 24 round by round, interval 9 to 72. For one process again the noise reaches −14
-#   %: steps 16 %, 24 ms, longer. So trust neither number; section 3 is a second test.
+# - *LoRA*: 2 and 5 ms more, efficiency 99.5 and 97.8 %. The UNet's interval, +98 to +117 %, reaches 108 %: that is noise.
+# - *UNet, all weights*: 39 ms more by the table. Compared within each round it is 24, with an interval from 9 to 72. One process,
+#   measured again, took up to 16 % longer. So the size of the extra isn't known here.
 #
-# The bound counts only what is sent after the last gradient. Sent with nothing computing, the 71 buckets take 14 ms. Whether
-# DDP's extra is NCCL's use of the GPU, copies, or waiting wasn't separated.
+# The bound doesn't contain it: it counts only what is sent after the last gradient. NCCL's use of the GPU, copies and waiting weren't
+# separated.
 #
 # Both verdicts are *inconclusive*: on an unsteady machine no time decides. They count examples a second: for all weights +53 to
 # +75 % is an efficiency of 77 to 87 %. *Ours*, two H200s of another host, reached 64 %, and 90 with LoRA. The largest message,
@@ -408,7 +408,7 @@ plt.show()
 
 # %% [markdown]
 # The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run 210
-# ms; the bytes need 14. 66 of the 210 come before any computing. The rest is waiting or slow sending.
+# ms; the 71 buckets, sent with nothing computing, need 14. The other 196 are waiting or slow sending.
 #
 # - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides.
 # - *ddp, lora*: 1 %.
@@ -457,13 +457,18 @@ plt.show()
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1, 10, 100 GbE | 44 % |
 #
-# By hand: divide the gradients' bytes by one process's step. For the UNet with all weights that is 3.44 GB / 0.145 s, 24 GB/s;
-# for Qwen3 0.21, for the UNet's LoRA 0.017. A slower link can't hide everything; a faster one may not, either: see the figure. 25
-# and 40 GbE are slower than 100, so excluded for all weights, too. Each of N ranks sends 2(N − 1)/N as much, 1.75 for 8. BF16
-# gradients or `no_sync` need less. Even with steps 16 % longer, the noise's end, 100 GbE allows 49 % at most. All this only
-# excludes: NVLink's bound is 100 %, and section 2 measured 78.
+# The table is for two H100s. 25 and 40 GbE are slower than 100, so excluded for all weights, too. What isn't excluded may be too
+# slow. All this is for one micro-batch and float32 gradients; BF16 or `no_sync` needs less.
 #
-# **Takeaway.** Gradients' bytes over the step's time is the least rate to rent; more may be needed.
+# By hand: the gradients' bytes over one process's step is the rate at which sending could just hide. For the UNet with all weights that
+# is 3.44 GB / 0.145 s, 24 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. A link with a share of that rate can't be more efficient than
+# that share: 100 GbE 12.5 / 24, 52 %. The figure's 44 also knows that gradients come in the backward pass only. Even with steps 16 %
+# longer, the noise's end, it is 49.
+#
+# For N ranks multiply the rate by 2(N − 1)/N, 1.75 for 8. But the limit falls to 1/N: 100 GbE for each of 8 GPUs allows 30 %, and 12.5
+# is enough to beat one GPU.
+#
+# **Takeaway.** The link's rate over the needed rate bounds the efficiency. Below 1/N, N GPUs are slower than one. Above it, measure.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command

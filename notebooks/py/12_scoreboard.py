@@ -123,12 +123,13 @@ ours = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))
 np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 
 # %% [markdown]
-# The truth is 0.96. In case 1, one after the other, B looks 6 % *slower*: the drift is larger than the gain. In case 2, in turns, it is
-# 1 % off: B always comes after A. Swap them every other round, as the course does, or find what drifts, as in case 3. A real machine
-# hides the truth, but *A again* ought to be 1. The course's rule:
+# The truth is 0.96. In case 1, one after the other, B looks 6 % *slower*. Its interval is narrow and wrong: it knows the scatter of the
+# rounds, not the drift. In case 2, in turns, it is 1 % off: B always comes after A. Swapping them every other round, as the course
+# does, removes that, and widens the intervals. Case 3 is what remains without drift. A real machine hides the truth, but *A again*
+# ought to be 1. The course's rule:
 #
-# 1. **Steady?** *A again* below 0.97 or above 1.03, the course's choice: the machine is *unsteady*, and all is *inconclusive*. What moved
-#    A may have moved B. So cases 1 and 2 end here.
+# 1. **Steady?** If an end of *A again*'s interval is below 0.97 or above 1.03, the course's choice, the machine is *unsteady*, and all is
+#    *inconclusive*: what moved A may have moved B. Case 2's median, 1.027, would pass; its upper end, 1.032, doesn't.
 # 2. **Factor.** $f$ is the larger of *A again*'s upper end and 1 / its lower end. Case 3: 1 / 0.982 = 1.018. Without *A again* take A's
 #    own spread. For bytes $f = 1$.
 # 3. **Verdict.** Divide B's lower end by $f$, multiply its upper end by $f$. Both below 1: *faster*. Both above: *slower*. Else
@@ -136,7 +137,7 @@ np.testing.assert_allclose((ours.value, ours.low, ours.high), effect(a, b))
 #
 # A statement with a number has limits of its own in place of 1: section 3.
 #
-# You write the rule in exercise 3.
+# Do exercise 3 now, before you read section 3's code.
 #
 # **Takeaway.** Compare within a round, and ask what the same thing twice would have shown.
 
@@ -247,9 +248,10 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# Don't quote 82 of 131 alone. Confirmed are 79 of 95 in *all else*, such as counts, bytes, data sheets and shares of time; 1 of 6 beside
-# A's own spread; 2 of 30 beside *A again*. Step 1 stopped 25 of these 30. In 11 of the 25 the change exceeds even the noise: without
-# step 1 they would have a direction, though not always a verdict. So this board says little about the size of the articles' speed-ups.
+# Don't quote 82 of 131 alone. Confirmed are 79 of 95 in *all else*, such as counts, bytes, data sheets, single times and shares
+# of time; 1 of 6 beside A's own spread; 2 of 30 beside *A again*. Step 1 stopped 25 of these 30. In 11 of the 25 the change
+# exceeds even the noise: without step 1 they would have a direction, though not always a verdict. So this board says little about
+# the size of the articles' speed-ups.
 #
 # In the picture our verdict stands left of yours. A dash means that this side couldn't test the claim: its lab hasn't run, it
 # takes a GPU, or no run can answer. Look at ours first: a filled cross is a refuted claim, a hollow one a prediction that the
@@ -262,10 +264,11 @@ plt.show()
 #
 # **Question.** Which statements were refuted, and how far off were they?
 #
-# *Off by a factor of* compares what was published with what was found. An example: 30 % less memory was published, so 0.70 remains. We
-# found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. Its direction is in *published* and *ours*. A dash: no factor.
-# *Slightly* is read as less than 10 %. The first table shows statements refuted by measured times or memory, ours or yours. The other
-# table shows the others, and how they were judged. A training step run first is timed once, with an assumed ±3 %.
+# *Off by a factor of* compares what was published with what was found. An example: 30 % less memory was published, so 0.70
+# remains. We found 6.9 % less, so 0.93 remains. The factor is 0.93 / 0.70 = 1.33. Its direction is in *published* and *ours*. A
+# dash: no factor. *Slightly* is read as less than 10 %. The first table shows statements refuted by measured times or memory,
+# ours or yours. The other table has no sizes, only what each verdict rests on. A first step is timed only once, so ±3 % is
+# assumed.
 
 # %%
 sized = {j.claim.id for j in page.judgements if j.effects or (j.theirs and j.theirs.effects)}
