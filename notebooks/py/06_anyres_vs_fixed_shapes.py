@@ -306,11 +306,11 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Against BF16, batches 8 to 24. Each number is of single steps, noise unknown:
+# Against BF16, batches 8 to 24. Each time is of a single step, noise unknown:
 #
 # - *fixed* takes 44 to 45 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
 #   useful tokens a second 35 to 36 % fewer;
-# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19, but −5 at batch 2; *qlora* costs 11 to 12;
+# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19; *qlora* costs 11 to 12;
 # - *qlora* takes 28.5 GB of 31.1 at batch 8, and 20 % more than BF16 at batch 24. The lines cross at batch 11, by formula at 13.
 #
 # **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves some 10 GB once
@@ -512,7 +512,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 
 # %% [markdown]
 # **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes
-# at most the rest. *fp8-te* shows that time needn't follow. Unpadded squares need 39 % of the FLOPs, not 68.
+# at most the rest. *fp8-te*'s time didn't follow its floor. Unpadded squares need 39 % of the FLOPs, not 68.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -633,7 +633,7 @@ lab.verdict("A2.left.dynamic")
 # *compile*.
 #
 # **Takeaway.** Probably don't pad: rows as they come trained on 34 % more useful tokens a second than padded ones, within the
-# noise. All rungs took 48 or 52 % less time a useful token.
+# noise. *packed* took 48 or 52 % less time a useful token.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -808,7 +808,7 @@ steps = model = None
 # *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between steps if you drop the transposes. Its peak
 # within a step wasn't measured. Here FP8 took 1.5 to 1.9 times BF16's time, but the machine was unsteady.
 #
-# **Takeaway.** Yes, if you drop the transposes after each step: it saves memory, not time. Count bytes after some steps.
+# **Takeaway.** Held once between steps: yes, without transposes. QLoRA's memory: no. Count bytes after some steps.
 
 # %% [markdown]
 # ## 8 · The loss, or the seed?
@@ -969,7 +969,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # by section 3, and *fixed* 179.
 #
 # **Takeaway.** First decide what to train on, then compare total times. For small images *fixed*; for full ones, after some 30
-# steps, or 80 if step 2 compiles as long, probably *compile*. Not compared: unpadded squares, and section 6's packing.
+# steps, or 80 if step 2 compiles as long, probably *compile*. Not compared: *fixed* in FP8, unpadded squares, packing.
 
 # %% [markdown]
 # ## Exercises

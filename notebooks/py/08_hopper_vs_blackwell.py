@@ -23,8 +23,8 @@
 # workstation card wins on long texts. The article blames the H100's *host*: its CPU hands out work too slowly. But the H100 also
 # ran half the batch. Can that explain the order?
 #
-# You write a model of ten lines that predicts a step from its launches. Refined, it was off by at most 20 %. No Blackwell card
-# was timed.
+# You write a model of ten lines that predicts a step from its launches. In section 7 it's at most 20 % off. No Blackwell card was
+# timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -573,7 +573,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # *Loop*: the host decides, launches of 1,249 or 1,137 ms against kernels of 498: the GPU idles 64 or 56 %. The same step took
 # 1,372 and 1,140 ms; the replay is off by 0 and 11 %.
 #
-# **Takeaway.** Qwen3's kernels decide, gpt-oss's launches.
+# **Takeaway.** Kernels decide *dense*, launches *loop*.
 
 # %% [markdown]
 # ## 6 · Fewer launches
@@ -875,7 +875,7 @@ plt.show()
 
 # %% [markdown]
 # With its own $c$ the H100 lies between the ends, but for the loop's step, 9 % above. The test is weak: H100 and H200 have equal
-# peaks. The H200's steps take 6 to 10 % more than the short form, partly as it omits gaps.
+# peaks. Three H200 steps take 6 to 10 % more than the short form, partly as it omits gaps.
 #
 # Launches don't get faster with a card. On a B200 launches decide *dense*: 277 ms, or 340 with *again*'s $c$. A B200 runs the
 # loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
@@ -889,7 +889,7 @@ plt.show()
 #
 # On short texts unequal cards differ by 2 %: hosts seem to decide, and to be alike. The H100's 16 long texts take a tenth less
 # than 32 short ones: its host may decide there, too. If it still did with 32, a step would take 11.1 to 12.5 s, and the H100
-# would win. So half a batch can explain the order, if the article looped over experts, and kernels for 32 take under 15.8 s.
+# would win. So half a batch can explain the order, if the article looped over experts, and a step of 32 takes under 15.8 s.
 #
 # **Takeaway.** Remove launches, then compare cards.
 

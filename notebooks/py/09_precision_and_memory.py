@@ -98,7 +98,7 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 #
 # To read the tables: *time*, the median ratio by rounds with its interval of 95 %, can differ from the ratio of the steps.
 # *floor* is the time of a step's FLOPs, none computed again, at your card's rate in the row's fastest format. *base again*
-# changes nothing, so it shows the noise: on our H200 −15 to +12 %. Verdicts are strict: with noise beyond ±3 % the machine is
+# changes nothing, so it shows the noise: in this text −15 to +12 %. Verdicts are strict: with noise beyond ±3 % the machine is
 # *unsteady*, and no time decides. The text reads otherwise: inside the noise a change is undecided, far outside it direction and
 # rough size are likely. *here* is this run, *ours* an earlier one on our H200.
 
@@ -290,7 +290,7 @@ lab.verdict("A4.memory.mixed-precision")
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier
 #   transforms: 1,280 × 1,280 filters on 64 × 64 points, of which 64 × 33 complex numbers of 8 bytes are kept, are 27.7 GB. Twice
-#   that, with the images, is 55.7. Why twice is our guess: one copy is rearranged.
+#   that, with inputs and results, is 55.7. Why twice is our guess: one copy is rearranged.
 # - *tf32*'s peak, 17.5 GB, probably comes at another moment, when most activations are kept.
 # - FP16 saves 83 % against the one peak and 34 %, 6.0 GB, against the other. Some 2 of the 6 are the frozen weights: autocast
 #   alone leaves these in float32.
@@ -380,9 +380,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # Who sets the pace? On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
-# together take 124. Eight times the work, about as long: neither FLOPs nor bytes limit it. A hint is in the widths: *tf32*, long
-# on the GPU, moves by less than a point, *base again* by 27. Proof needs a trace, lab 02. The 50 % was for arithmetic:
-# checkpointing took 85 % longer by medians, by rounds 94, interval 52 to 117.
+# together take 124. Eight times the work, about as long: FLOPs and bytes don't limit one. Widths hint at the host: *tf32*, 262
+# ms, moves by 1 % of its time, *base again* by 27. Proof needs a trace, lab 02. The 50 % was for arithmetic: checkpointing took
+# 85 % longer by medians, by rounds 94, interval 52 to 117.
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
@@ -398,7 +398,7 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # ```
 #
 # `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and
-# attention, too. It took more than *checkpointing*, in memory and probably in time: here it has no use.
+# attention, too. It took more than *checkpointing*, in memory and probably in time: probably no use here.
 #
 # **Takeaway.** A small micro-batch is cheap only if it takes less time: here one example took about as long as eight.
 
@@ -580,7 +580,7 @@ lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
 # Figure and phases miss up to 0.03 GB of the peak. The worst of the nine predictions is 2.6 % off: Stable Diffusion,
-# checkpointed. Its three are 0.1 GB too low. Why is open; at batch 8, below, it is not so. The other six are at most 0.3 % off.
+# checkpointed. Its three are 0.1 GB too low. Why is open; one at batch 8, below, is not. The other six are at most 0.3 % off.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
 #

@@ -125,8 +125,8 @@ def timed_all_reduce(device):
 
 # %% [markdown]
 # `DistributedDataParallel`, or *DDP*, keeps the whole model on each rank. It averages the gradients while `backward()` runs. It
-# also gives every rank the weights of rank 0. You share the batch. The mean of the ranks' gradients is the whole batch's only if
-# each part has as many examples.
+# also gives every rank the weights of rank 0. You share the batch. With `loss_of` the mean of the ranks' gradients is the whole
+# batch's only if the parts are equal.
 
 
 # %%
@@ -269,8 +269,8 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # section 4 uses it.
 #
 # - *LoRA*: 2 and 5 ms more, efficiency 99.5 and 97.8 %. The UNet's interval, +98 to +117 %, reaches 108 %: that is noise.
-# - *UNet, all weights*: 39 ms more by the table. Compared within each round it is 24, with an interval from 9 to 72. One process,
-#   measured again, took up to 16 % longer. So the size of the extra isn't known here.
+# - *UNet, all weights*: 39 ms more by the table. Compared within each round it is 24, with an interval from 9 to 72. The noise's
+#   end, −14 %, is a step 16 % longer. So the size of the extra isn't known here.
 #
 # The bound doesn't contain it: it counts only what is sent after the last gradient. NCCL's use of the GPU, copies and waiting weren't
 # separated.
@@ -457,18 +457,19 @@ plt.show()
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1, 10, 100 GbE | 44 % |
 #
-# The table is for two H100s. 25 and 40 GbE are slower than 100, so excluded for all weights, too. What isn't excluded may be too
-# slow. All this is for one micro-batch and float32 gradients; BF16 or `no_sync` needs less.
+# The table is for two H100s. 25 and 40 GbE are slower than 100, so excluded for all weights, too. All this is for one micro-batch
+# and float32 gradients; BF16 or `no_sync` needs less.
 #
-# By hand: the gradients' bytes over one process's step is the rate at which sending could just hide. For the UNet with all weights that
-# is 3.44 GB / 0.145 s, 24 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. A link with a share of that rate can't be more efficient than
-# that share: 100 GbE 12.5 / 24, 52 %. The figure's 44 also knows that gradients come in the backward pass only. Even with steps 16 %
-# longer, the noise's end, it is 49.
+# By hand: the gradients' bytes over one process's step is the rate at which sending lasts one step. For the UNet with all weights
+# that is 3.44 GB / 0.145 s, 24 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. A link with a share of that rate can't be more
+# efficient than that share: 100 GbE 12.5 / 23.8, 53 %. The figure's 44 also knows that gradients come in the backward pass only.
+# Even with steps 16 % longer, the noise's end, it is 49.
 #
-# For N ranks multiply the rate by 2(N − 1)/N, 1.75 for 8. But the limit falls to 1/N: 100 GbE for each of 8 GPUs allows 30 %, and 12.5
-# is enough to beat one GPU.
+# For N ranks multiply the rate by 2(N − 1)/N, 1.75 for 8. But the limit falls to 1/N: by hand, 100 GbE for each of 8 GPUs allows
+# 30 %, and over 12.5 % beats one GPU.
 #
-# **Takeaway.** The link's rate over the needed rate bounds the efficiency. Below 1/N, N GPUs are slower than one. Above it, measure.
+# **Takeaway.** The link's rate over that by hand bounds the efficiency. Below 1/N, N GPUs lose to one. Else use section 2's
+# bound, and measure.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
