@@ -56,6 +56,8 @@ def variants(family: str) -> dict[str, Recipe]:
     loop = A3_BASE.but(driver="eager", micro_batch=TEXTS, learning_rate=0.0)
     if family == "dense":
         return {"loop": loop}
+    if family != "moe":
+        raise ValueError(f"No family {family!r}. There are: dense, moe.")
     packed = {"shapes": "packed", "token_budget": ROW, "micro_batch": 1}
     ours = loop.but(layers="rewritten", logging="ring-buffer", optimizer="adamw-fused", **packed)
     captured = ours.but(driver="graph")

@@ -17,7 +17,6 @@ Times are milliseconds from the trace's first event. Only `profile` needs torch 
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import re
@@ -129,11 +128,7 @@ class Trace:
         Raises `FileNotFoundError`, or `ValueError` where the file is no trace or breaks off.
         """
         path = Path(path)
-        gc.disable()  # it would look through a million new objects again and again
-        try:
-            return cls(_events_of(path), path)
-        finally:
-            gc.enable()
+        return cls(_events_of(path), path)
 
     # The recorded steps
 

@@ -105,6 +105,7 @@ def test_rounds_whose_prediction_follows_the_step_leave_no_interval(studied):
 
 
 def test_a_study_predicts_shows_and_repeats(studied):
+    pytest.raises(ValueError, lab08.variants, "MoE")
     # Slowed steps come last: what follows them isn't the host that was there before.
     assert [step.run.tags.get("delay_us") for step in studied] == [None, None, 0.0, 400.0]
     long, again = studied[0].run, studied[1].run
