@@ -38,7 +38,7 @@
 #
 # `full` trains llava-v1.6-mistral-7b.
 #
-# On a first reading skip section 3's formula, section 6's loss, and sections 7 and 8. The article's images are all 500 × 500.
+# On a first reading skip section 3's formula, section 6's loss, and sections 7 and 8.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -235,9 +235,13 @@ assert torch.equal(ours["labels"][0], course["labels"])
 #
 # **Question.** Five methods of the article's, six batch sizes: which saves time, which memory?
 #
-# **Technique.** *fp8-te* is Transformer Engine's FP8 in frozen layers only: weights stay in 16 bits, FP8 copies come and go.
-# *compile* compiles the blocks one by one, where the article compiles the model. *fixed* does so on small squares. A CPU compiles
-# nothing, and has *eager-fixed* instead. All checkpoint their blocks: each is computed again in the backward pass.
+# **Technique.** All methods compute each block again in the backward pass.
+#
+# - *bf16*: weights in 16 bits.
+# - *fp8-te*: frozen layers compute in Transformer Engine's FP8, weights stay in 16 bits.
+# - *compile*: blocks compiled one by one; the article compiles the model.
+# - *fixed*: *compile* on small squares. On a CPU it is *eager-fixed*: nothing is compiled.
+# - *qlora*: weights in 4 bits.
 #
 # Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes each, not 2 (lab
 # 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes
@@ -310,7 +314,7 @@ plt.show()
 #
 # - *fixed* takes 44 to 45 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
 #   useful tokens a second 35 to 36 % fewer;
-# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19; *qlora* costs 11 to 12;
+# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19, but at batch 2 it costs 5; *qlora* costs 11 to 12;
 # - *qlora* takes 28.5 GB of 31.1 at batch 8, and 20 % more than BF16 at batch 24. The lines cross at batch 11, by formula at 13.
 #
 # **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves some 10 GB once
@@ -512,7 +516,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 
 # %% [markdown]
 # **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes
-# at most the rest. *fp8-te*'s time didn't follow its floor. Unpadded squares need 39 % of the FLOPs, not 68.
+# at most the rest. Unpadded squares need 39 % of the FLOPs, not 68.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -539,7 +543,7 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# *Padded* took 8 % less time a computed token, within the noise. The claim stays open. Padded rows are also 1.5 times as long.
+# *Padded* took 8 % less time a computed token, within the noise. The claim stays open.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -568,8 +572,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
 # window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal; older versions take
-# `is_causal=True`. Set each example's first label to −100. Positions start anew: `position_ids = torch.cat([torch.arange(n) for n
-# in lengths])[None]`.
+# `is_causal=True`. Labels are shifted by one: set each example's first to −100, or the example before has to predict it.
+# Positions start anew: `position_ids = torch.cat([torch.arange(n) for n in lengths])[None]`.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -603,7 +607,7 @@ for loss in losses.values():
 # %% [markdown]
 # **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
 # takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only, and needs no
-# chunks. Hollow: the gain over the rung above isn't clear of noise.
+# chunks. Hollow: the gain is within the noise, or, as here, the machine was unsteady.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -629,11 +633,10 @@ lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
 # *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images. *packed*: 61.5,
-# but 59 GB, not 27, four times the tokens a step, and 12 % fewer an image. *fixed* wasn't run here; section 3 compares it with
-# *compile*.
+# but 59 GB, not 27, four times the tokens a step, and 12 % fewer an image.
 #
-# **Takeaway.** Probably don't pad: rows as they come trained on 34 % more useful tokens a second than padded ones, within the
-# noise. *packed* took 48 or 52 % less time a useful token.
+# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. With all rungs a useful
+# token took 48 or 52 % less time than in the plain loop; *packed* alone brought 1.13x, at twice the memory.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -804,11 +807,12 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# At batch 1 no: section 3's model took 10.4 GB, with QLoRA 8.1. Larger batches weren't tried. Holding them once works:
-# *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between steps if you drop the transposes. Its peak
-# within a step wasn't measured. Here FP8 took 1.5 to 1.9 times BF16's time, but the machine was unsteady.
+# At batch 1 section 3's model took 10.4 GB, with QLoRA 8.1. QLoRA pays 1 GB more for each example, so at some 4 they should
+# cross: not tried. Holding them once works: *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between
+# steps if you drop the transposes. Its peak within a step wasn't measured. Here FP8 took 1.5 to 1.9 times BF16's time, but the
+# machine was unsteady.
 #
-# **Takeaway.** Held once between steps: yes, without transposes. QLoRA's memory: no. Count bytes after some steps.
+# **Takeaway.** Held once between steps: yes, without transposes. QLoRA's memory: not at batch 1. Count bytes after some steps.
 
 # %% [markdown]
 # ## 8 · The loss, or the seed?
@@ -966,10 +970,10 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # %% [markdown]
 # Here *fixed*'s first step takes 8 s, in the article 106. By section 3's times it leads from step 6, where it passes *qlora*; if
 # step 2 takes as long, from 15, where it passes *fp8-te*. But its step does less: a million useful tokens take *compile* 120 s,
-# by section 3, and *fixed* 179.
+# *fixed* 179.
 #
-# **Takeaway.** First decide what to train on, then compare total times. For small images *fixed*; for full ones, after some 30
-# steps, or 80 if step 2 compiles as long, probably *compile*. Not compared: *fixed* in FP8, unpadded squares, packing.
+# **Takeaway.** First decide what to train on, then compare total times. For full images, after some 30 steps, or 80 if step 2
+# compiles as long, probably *compile*. Not compared: *fixed* in FP8, unpadded squares, packing.
 
 # %% [markdown]
 # ## Exercises

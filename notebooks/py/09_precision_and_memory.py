@@ -96,11 +96,13 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # One comparison measures all switches, and the sections below take their rows from it. Each round goes through the list, down or
 # up, with *base* at both ends: `labutils/labs/lab09_toggles.py`.
 #
-# To read the tables: *time*, the median ratio by rounds with its interval of 95 %, can differ from the ratio of the steps.
-# *floor* is the time of a step's FLOPs, none computed again, at your card's rate in the row's fastest format. *base again*
-# changes nothing, so it shows the noise: in this text −15 to +12 %. Verdicts are strict: with noise beyond ±3 % the machine is
-# *unsteady*, and no time decides. The text reads otherwise: inside the noise a change is undecided, far outside it direction and
-# rough size are likely. *here* is this run, *ours* an earlier one on our H200.
+# To read the tables:
+#
+# - *time*: the median of the rounds' ratios, with its interval of 95 %. It can differ from the ratio of the two steps.
+# - *floor*: the time of the step's FLOPs, none computed again, at your card's rate in the row's fastest format.
+# - *base again*: nothing changed, so this is the noise, here −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and verdicts on
+#   time stay open. The text calls a change likely if it is far outside the noise.
+# - *here* is this run, *ours* an earlier one on our H200.
 
 
 # %%
@@ -164,10 +166,10 @@ for name, found in {
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
-# At most one *weight*'s gradient became 0, and without a scaled loss they are still 15 % off on the H200. They sum gradients of
-# activations. With the loss times 0.01, as here, those are below 1e-6, where FP16 has steps of 6e-8. Some become 0, which is
-# *underflow*; others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range and needs
-# no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
+# At most one *weight*'s gradient became 0, and without a scaled loss they are still 15 % off on the H200. Each is a sum over
+# gradients of activations. With the loss times 0.01, as here, these are below 1e-6, where FP16 has steps of 6e-8. Some become 0,
+# which is *underflow*; others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range
+# and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
 # BF16, with three bits fewer?
@@ -209,8 +211,8 @@ lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
 # On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
-# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. The limit may be bytes, small kernels or the
-# *host*, the CPU that launches kernels: see section 3.
+# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. The limit may be the *host*, the CPU that
+# launches kernels: see section 3.
 #
 # **Takeaway.** Compare one gradient before you trust a format.
 
@@ -290,8 +292,9 @@ lab.verdict("A4.memory.mixed-precision")
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier
 #   transforms: 1,280 × 1,280 filters on 64 × 64 points, of which 64 × 33 complex numbers of 8 bytes are kept, are 27.7 GB. Twice
-#   that, with inputs and results, is 55.7. Why twice is our guess: one copy is rearranged.
-# - *tf32*'s peak, 17.5 GB, probably comes at another moment, when most activations are kept.
+#   that, with inputs and results, is 55.7. Why twice is our guess: one rearranged.
+# - At that convolution 65.9 − 55.7 = 10 GB of tensors were alive. *tf32* probably peaks at another moment, with more of them. So
+#   the gap is 48, not 55.
 # - FP16 saves 83 % against the one peak and 34 %, 6.0 GB, against the other. Some 2 of the 6 are the frozen weights: autocast
 #   alone leaves these in float32.
 #
@@ -379,10 +382,11 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# Who sets the pace? On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
-# together take 124. Eight times the work, about as long: FLOPs and bytes don't limit one. Widths hint at the host: *tf32*, 262
-# ms, moves by 1 % of its time, *base again* by 27. Proof needs a trace, lab 02. The 50 % was for arithmetic: checkpointing took
-# 85 % longer by medians, by rounds 94, interval 52 to 117.
+# **Who sets the pace?** On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
+# together take 124. Eight times the arithmetic and activations cost almost nothing, so one example waits for something else,
+# probably the host. Then count the host's work, not FLOPs. Checkpointing launches the forward pass twice. A forward pass runs in
+# Python, autograd's backward pass in C++: it can be more than a third of the host's time. It took 85 % longer by medians, 94 by
+# rounds, not 50. A trace, lab 02, would prove it.
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
@@ -398,7 +402,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # ```
 #
 # `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and
-# attention, too. It took more than *checkpointing*, in memory and probably in time: probably no use here.
+# attention, too. It took more memory than *checkpointing*, and probably more time: Python is asked at each operation. Probably no
+# use here.
 #
 # **Takeaway.** A small micro-batch is cheap only if it takes less time: here one example took about as long as eight.
 
@@ -527,14 +532,14 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # - *first update*: weights, gradients and two moments, 8.4 each, and 2.1 of temporaries. From the second step on the moments'
 #   16.8 are there from the start: after `zero_grad` the backward pass should peak, at 33.6 + 16.8 = 50.4.
 #
-# Plan with the second step, as the course's predictor does:
+# Plan with the second step:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
 # Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. The last term is the H200's:
-# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **On *meta* your `Ledger` misses two things:**
-# `autocast("cuda")` does nothing, and attention isn't fused. The course's predictor adds autocast's results and copies in 16
-# bits, and imitates fused attention. cuDNN's workspaces are not predicted, section 2 says why.
+# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **For a real model your `Ledger` needs more on
+# *meta*:** `autocast("cuda")` does nothing there, so add its results and copies in 16 bits; attention isn't fused, so imitate it.
+# `labutils/training/peak_memory.py` does both. cuDNN's workspaces are not predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
 # is the worst of the nine predictions off on the H200?
@@ -579,8 +584,8 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# Figure and phases miss up to 0.03 GB of the peak. The worst of the nine predictions is 2.6 % off: Stable Diffusion,
-# checkpointed. Its three are 0.1 GB too low. Why is open; one at batch 8, below, is not. The other six are at most 0.3 % off.
+# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.1 GB too low. We don't know why.
+# The other six are at most 0.3 % off.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
 #
@@ -591,7 +596,7 @@ lab.verdict("A3.qlora.states-small")
 #   them. Lab 06's chunked loss can.
 #
 # The next cell predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. `on="cuda"` imitates a GPU; nothing runs on
-# one. The table above has batch 4.
+# one.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")

@@ -265,22 +265,19 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# Compare *each for itself*, which sends nothing, with *DDP*. On NVLink the bound, *predicted*, adds at most 0.1 ms to one process:
-# section 4 uses it.
+# Compare *each for itself*, which sends nothing, with *DDP*.
 #
-# - *LoRA*: 2 and 5 ms more, efficiency 99.5 and 97.8 %. The UNet's interval, +98 to +117 %, reaches 108 %: that is noise.
-# - *UNet, all weights*: 39 ms more by the table. Compared within each round it is 24, with an interval from 9 to 72. The noise's
-#   end, −14 %, is a step 16 % longer. So the size of the extra isn't known here.
+# - *Here*: 39 ms more with all weights, 2 and 5 with LoRA. But one process, measured again, differed by −14 to +3 % with all
+#   weights, so no time decides. Compared within each round the 39 are 24, from 9 to 72.
+# - *Ours*, two H200s of another host: with all weights a step went from 130 to 202 ms, efficiency 64 %; with LoRA from 172 to
+#   191, 90 %.
 #
-# The bound doesn't contain it: it counts only what is sent after the last gradient. NCCL's use of the GPU, copies and waiting weren't
-# separated.
+# The bound, *predicted*, adds at most 0.1 ms on NVLink. It is no forecast: it counts only what is sent after the last gradient.
+# NCCL's use of the GPU, copies and waiting weren't separated. The largest message, 256 MiB, reached 297 GB/s: section 1's
+# prediction.
 #
-# Both verdicts are *inconclusive*: on an unsteady machine no time decides. They count examples a second: for all weights +53 to
-# +75 % is an efficiency of 77 to 87 %. *Ours*, two H200s of another host, reached 64 %, and 90 with LoRA. The largest message,
-# 256 MiB, reached 297 GB/s here: section 1's prediction.
-#
-# **Takeaway.** One GPU and the link give the least that N GPUs take. If a step takes more, run the ranks without messages: what
-# remains comes with DDP.
+# **Takeaway.** One GPU and the link give the least that a step takes, not its time. What DDP adds is *DDP* minus *each for
+# itself*: measure it, on a steady machine.
 
 # %% [markdown]
 # ## 3 · Send once, hold a share
@@ -377,8 +374,8 @@ lab.verdict("A4.memory.fsdp")
 # **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. FSDP saved 15 bytes a parameter, not 12; we didn't
 # look for the other 3.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *no_sync*, 578 ms, saved 128 against *sync each*, and 86 against
-# *again*. It spares three sends: by section 2's extra 117 ms, 72 by rounds. A rough fit.
+# **Time.** In *gradients*, – is one micro-batch, else four. *Again* is the same run a second time. *no_sync* took 578 ms, *sync
+# each* 706 and 664.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.7 GB of 20.8, and its step took
 # 16 % longer.
@@ -408,16 +405,16 @@ plt.show()
 
 # %% [markdown]
 # The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run 210
-# ms; the 71 buckets, sent with nothing computing, need 14. The other 196 are waiting or slow sending.
+# ms; the 71 buckets, sent with nothing computing, need 14. The other 196 are waiting or slow sending: 66 come before anything
+# computes, when this step has no gradient yet.
 #
 # - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
 #
-# **Takeaway.** Four sends a step took 128 ms longer than one, and 86 measured again, on an unsteady machine: use `no_sync`, with
-# the forward pass inside it. FSDP saved 45 % of the memory with all weights, and its step was longer, 236 against 186 ms, neither
-# measured *again*: take it for a model that doesn't fit otherwise.
+# **Takeaway.** Use `no_sync`, with the forward pass inside it. FSDP saved 45 % of the memory with all weights, and its steps were
+# longer: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is too slow?
@@ -460,16 +457,16 @@ plt.show()
 # The table is for two H100s. 25 and 40 GbE are slower than 100, so excluded for all weights, too. All this is for one micro-batch
 # and float32 gradients; BF16 or `no_sync` needs less.
 #
-# By hand: the gradients' bytes over one process's step is the rate at which sending lasts one step. For the UNet with all weights
-# that is 3.44 GB / 0.145 s, 24 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. A link with a share of that rate can't be more
-# efficient than that share: 100 GbE 12.5 / 23.8, 53 %. The figure's 44 also knows that gradients come in the backward pass only.
-# Even with steps 16 % longer, the noise's end, it is 49.
+# **By hand:** a step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step. For the UNet
+# with all weights that is 3.44 GB / 0.145 s, 24 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. Efficiency is at most the link's
+# rate over $R$: 100 GbE 12.5 / 23.7, 53 %. The figure's 44 also knows that gradients come in the backward pass only. With steps
+# 16 % longer, the noise's end, it is 49: still excluded.
 #
-# For N ranks multiply the rate by 2(N − 1)/N, 1.75 for 8. But the limit falls to 1/N: by hand, 100 GbE for each of 8 GPUs allows
-# 30 %, and over 12.5 % beats one GPU.
+# For N ranks multiply $R$ by 2(N − 1)/N, 1.75 for 8. But the limit falls to 1/N: by hand, 100 GbE for each of 8 GPUs allows 30 %,
+# and over 12.5 % beats one GPU.
 #
-# **Takeaway.** The link's rate over that by hand bounds the efficiency. Below 1/N, N GPUs lose to one. Else use section 2's
-# bound, and measure.
+# **Takeaway.** Efficiency is at most the link's rate over $R$. Below 1/N, N GPUs lose to one. Above it nothing is promised: with
+# all weights NVLink's bound is 100 %, and section 2 measured 78 and 64.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
