@@ -112,9 +112,9 @@ with Benchmark(lab.workload("sd15-lora")) as bench:
 #
 # **Question.** What does `torch.compile` gain a step, and when has its long first step paid?
 #
-# It traces the Python code once, merges chains of small operations into single kernels, and builds those. All of that happens
-# in the first step. Here is a gated block with a norm written out by hand. A merged kernel reads and writes each number once,
-# where the chain does so at each operation. On a GPU the batch is large, so that these bytes take longer than the launches.
+# It traces the Python code once, merges chains of small operations into single kernels, and builds those. All of that happens in
+# the first step. Here is a gated block with a norm written out by hand. A merged kernel reads and writes each number once, where
+# the chain does so at each operation.
 
 
 # %%
@@ -161,9 +161,12 @@ with lab.attempt("compiling a block"):
 
 # %% [markdown]
 # Compiling has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps, with $f$ a
-# first step and $t$ a later one. This block is bound by bytes: on the H200 merging its chains saved 3.3 of its 7.7 ms. Where a
-# model repeats a block, `block.compile()` on each costs less at first: blocks of one shape share their code. This lab gave the
-# compiler an empty cache. The second start of your script finds its code in the cache on disk, and compiling pays sooner.
+# first step and $t$ a later one. On the H200 merging saved 3.3 of the block's 7.7 ms: in so large a batch the chains' bytes
+# count, not launches. The UNet's kernels are small: there launches count. Where a model repeats a block, `block.compile()` on
+# each costs less at first: blocks of one shape share their code. This lab gave the compiler an empty cache. The second start of
+# your script finds its code in the cache on disk, and compiling pays sooner.
+#
+# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
 #
 # **Your prediction:** on our GPUs a step launches some 23,500 kernels, and some 16,500 once the UNet is compiled. If the host
 # sets the pace, time falls as launches do. How many times as fast is the compiled step?
@@ -180,10 +183,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# On this H200 the kernels fell from 156 to 131 ms, and the step from 760 to 468: the host saves most of that. Launches fell by a
-# factor of 1.40, within 1.34 to 1.76, as if the host set the pace. The GPU still waits most of the time. For the UNet, $n = 143 /
-# (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else compiles. The gain exceeds the
-# noise, but on an unsteady host no published time is judged.
+# On this H200 the step fell by some 260 ms: 760 − 760 / 1.51, as 1.51 is a median of ratios. Its kernels fell by 25. So nine
+# tenths of the gain are the host's. Launches fell by a factor of 1.40, within 1.34 to 1.76; the kernels' time by 1.19. For the
+# UNet, $n = 143 / (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else compiles. The
+# gain exceeds the noise, but on an unsteady host no published time is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -307,7 +310,7 @@ ring.send()
 assert ring.read() == losses.tolist()
 
 # %% [markdown]
-# On a GPU the ring leaves the host free at once.
+# With the ring the host is free at once. The GPU takes as long as before.
 #
 # A GradScaler asks, too: did a gradient overflow? The fused AdamW gets the answer as a tensor. It updates all parameters in a few
 # kernels, and `capturable=True` lets a graph capture it.
@@ -338,9 +341,10 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # *No host waits* leaves accelerate out, and has ring and fused AdamW. Against *pinned* it is 0.99 times as fast on our H200, 0.92
-# on the H100 and 1.15 on the other H200: within noise. Its worth is that section 4 can capture it.
+# on the H100 and 1.15 on the other H200: within noise. The host is the slower one here, so it hardly waits. The rung's worth is
+# that section 4 can capture it.
 #
-# **Takeaway.** A loop that never waits for the GPU can be captured.
+# **Takeaway.** While the host is the slower one, its waits cost little. But a step with a wait can't be captured.
 
 # %% [markdown]
 # ## 4 · One launch for the whole step
@@ -529,9 +533,10 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Four streams take 51 of 136 ms away. Channels last comes with the last rung; what it gains alone isn't measured.
+# Four streams take 51 of 136 ms away. The convolution above isn't captured, so part of its gain may be launches. What channels
+# last gains in the UNet isn't measured alone.
 #
-# **Takeaway.** When the GPU is busy, ask what with: copies between layouts, and kernels that fill a part of it.
+# **Takeaway.** When the GPU is busy, ask whether its kernels fill it.
 
 # %% [markdown]
 # ## 6 · Less work for the same gradients
@@ -609,8 +614,8 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 # Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s. A step saves 28 ms, so caching pays
 # after about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*; its seven
 # settings weren't measured one by one. One batch of four takes the streams' place: it launches a layer's kernels once, not four
-# times. `layers='rewritten'`: section 5's GroupNorm, 1x1 convolutions, gated MLPs. `cudnn_benchmark`: cuDNN keeps its fastest
-# kernels.
+# times. But it keeps the activations of four images. `layers='rewritten'`: section 5's GroupNorm, 1x1 convolutions, gated MLPs.
+# `cudnn_benchmark`: cuDNN keeps its fastest kernels.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -636,15 +641,11 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 # From the first rung to the last the step probably became 41 times as fast on our H200 (34 to 44), 31 times on the other H200 (29
 # to 36), and 34 times on the H100 (31 to 41). The last rung takes 25.0 ms on both H200s, 2.8 and 2.7 times its floor.
 #
-# Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
+# A hollow rung's interval reaches below 1.19x, the noise on this H200: the interval of the stock loop, measured again in the same
+# rounds, is 11 % less to 19 % more time. A filled rung exceeds it, but verdicts on times stay *inconclusive*.
 #
-# A speed-up is the median of six ratios: so *pinned* can show 1.07x with 472 ms after 468. A hollow rung's interval reaches below
-# 1.19x, the noise on this H200: the interval of the stock loop, measured again in the same rounds, is 11 % less to 19 % more
-# time. A filled rung exceeds it, but verdicts on times stay *inconclusive*.
-#
-# What is left on the last rung is the kernels. They reach less than the rate of one large product. Attention has its exponentials
-# (lab 00), normalisations move bytes, and the deep levels of the UNet are small. The GPU waits between them, too: 0.9 ms a step,
-# about half a microsecond for each of 1,600 kernels.
+# What is left on the last rung is kernels: below they add up to 24.1 of 25.0 ms. Which kind is farthest from its floor isn't
+# measured. Attention's exponentials (lab 00), the bytes of norms and the UNet's small deep levels are candidates.
 
 # %%
 def kinds(found):

@@ -170,9 +170,9 @@ lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 #
 # **Question.** Four bits are 16 levels. Weights are roughly normal: many small ones, few large ones. Where should the levels lie?
 #
-# **Technique.** NF4 takes *quantiles*: values below which a given share of normal numbers lies. From 0.5, level zero, the share
-# goes in even steps to an edge: eight up, seven down. At 1 the quantile is infinite, so the edge lies half of 1/16 or 1/15 below.
-# bitsandbytes takes the middle, 0.9677, and divides by the largest level.
+# **Technique.** NF4's levels are *quantiles* of the normal distribution: values below which a given share of numbers lies. Share
+# 0.5 is level 0. From there eight levels go up and seven down, in even steps of the share. The last share can't be 1, whose
+# quantile is infinite: bitsandbytes takes 0.9677. Then all are divided by the largest.
 
 # %%
 edge = 0.9677083  # between 1 - 1/32 and 1 - 1/30: half a share of 16, and of 15
@@ -263,9 +263,8 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 # The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
 # block's largest weight gets an end level. That stretches the levels, so codes near 0 are too frequent.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits, and NF4 takes off a seventh, partly because our INT4 has 15 levels, not
-# 16. Converted weights take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks to a
-# half, not a quarter.
+# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh more, but our INT4 has a level less. Converted
+# weights take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks from 16.4 to 8.6 GB.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
@@ -459,6 +458,8 @@ my_bits: float | None = None  # for example 20
 lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
+# *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
+#
 # **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Both have packed rows, a
 # loss by chunks, no checkpoints, and adapters without PEFT's casts to float32. Each weight is restored twice. Traces give the
 # kernels' sum. Another trace, of lab 06's LLaVA with checkpoints, tests the formula with three uses.
@@ -502,10 +503,9 @@ lab.verdict("A3.qlora.cause")
 # On the H200 the format alone made the step 20 ms longer: 5 %, interval 4 to 10.
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
-# - *Host:* its 50 ms hardly show: the GPU's gaps grow from 22 to 25 ms.
-# - *LLaVA:* restoring took 26 ms, by formula 24.
+# - *Host:* its 50 ms hardly show: gaps grow from 22 to 25.
 #
-# **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 of the 20 ms.
+# **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 ms of 16 to 40.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -553,8 +553,6 @@ print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same 
 # copies. The course's `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and
 # fetches a tensor one block before it is needed.
 #
-# *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
-#
 # **Prediction.** LoRA, the base, keeps all activations; QLoRA has checkpoints. Frozen weights need no gradient: products take the
 # same backward as forward. Checkpoints make two passes three. Add restoring and float32. By how many percent is QLoRA's step on
 # long texts longer than LoRA's?
@@ -601,8 +599,8 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 #
 # Offloading saved 2.3 of 34.1 GB: all checkpoints are 2.4 GB. No cost in time shows.
 #
-# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, 5 to 18 % longer than with them. Of 575 ms more,
-# checkpointing is 357, restoring 26; of 72 GB saved, 68.
+# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, which the verdict compares. With checkpoints in both it
+# takes 5 to 18 % longer: 1,496 ms over 921 plus 350 to 507. Restoring is 26 ms of that, float32 probably 154.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -610,7 +608,8 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # **Question.** What does unsloth change, and what is it worth on short and on long texts?
 #
 # **Technique.** Its users replace two calls. Importing it changes transformers and PEFT: Triton kernels, a backward pass by hand,
-# checkpoints on the host. So the course calls this function in another process, and trains with its own loop on the same batches.
+# a loss by chunks, checkpoints on the host. So the course calls this function in another process, and trains with its own loop on
+# the same batches.
 
 
 # %%
@@ -634,7 +633,8 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# unsloth keeps PEFT's order, $(xA^\top)B^\top$. The other, $x(BA)^\top$, forms a matrix as large as the weight.
+# Is it the order of LoRA's products? unsloth keeps PEFT's, $(xA^\top)B^\top$. The other, $x(BA)^\top$, forms a matrix as large as
+# the weight.
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
 # 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
@@ -700,8 +700,8 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # Against the usual QLoRA:
 #
 # - On long texts unsloth is worth a factor of two in time and more than three in memory.
-# - On short texts it is worth two in memory, and perhaps over two in time. QLoRA's kernels take 208 of some 900 ms there: the
-#   host sets the pace. Noise hides whether unsloth gains less.
+# - On short texts it is worth two in memory, and perhaps over two in time: QLoRA's kernels take 208 of some 900 ms there, so the
+#   host sets the pace.
 #
 # *QLoRA's 21 GB more, computed:* two or three float32 copies of all logits, a number for each token and word, 10 to 15; float32
 # checkpoints 4.8; embedding and head not in 16 bits 2.5. Sum: 17 to 22.
