@@ -23,8 +23,8 @@
 # workstation card wins on long texts. The article blames the H100's *host*: its CPU hands out work too slowly. But the H100 also
 # ran half the batch. Can that explain the order?
 #
-# You write a model of ten lines that predicts a step from its launches. In section 4 it's at most 11 % off; section 7 tests the
-# course's refinement. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. In section 4 it's at most 11 % off; refined, in section
+# 7, at most 20. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -316,8 +316,8 @@ lab.table(pd.DataFrame(rows))
 # 1. Trace the step that you want to predict: each kernel's ms, and where the host waits. Kernels' times survive profiling.
 # 2. The host's don't. So take $c$ from a step that the host decides: texts of 8 tokens, timed unprofiled. `c_short` is the $c$ whose
 #    replay takes as long.
-# 3. The host pays for *operations*. A longer text has as many, in more launches: scale `c_short` by operations per launch. So
-# launches × $c$ stays the same.
+# 3. Assumed: the host pays for *operations*. Longer texts need as many, in more launches: scale `c_short` by operations per launch.
+#    Launches × $c$ stays.
 
 
 # %%
@@ -454,8 +454,8 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Host, ms* is the same in all rows of a model by rule 3, not by measurement. On our H200 the larger sum is within 10 % in five
-# rows. In *moe*, 2,048, both clocks are close and there are 463 waits: it is 25 % off, the replay 6. In *moe*, 256 and 1,024, the
-# larger sum is nearer: $c$ is too large.
+# rows. In *moe*, 2,048, sums are close, with 463 waits: the larger is 25 % off, the replay 6. In *moe*, 256 and 1,024, launches
+# alone take 161 ms: $c$ is too large.
 #
 # **Takeaway.** A trace and a short step predict a step, on our H200 within 11 %.
 
@@ -715,7 +715,7 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Technique.** Section 3's dispatch mode makes each operation begin later. The mode itself costs time: the *detour*.
 #
-# **Measurement.** *Grouped* is slowed by the detour alone, and by 30 and 90 µs more an operation. Short steps, slowed too, give
+# **Measurement.** *Grouped* is slowed by the detour alone, then by 30 or 90 µs an operation, too. Short steps, slowed too, give
 # $c$.
 
 
@@ -768,7 +768,7 @@ with lab.attempt("A step over its host"):
 # The detour makes a launch 1.8 times as long, the step 1.03: kernels of 441 ms still hide launches of 386. At 581 they don't. The
 # slowed points are a weak test: their $c$ comes from short steps with the same delay.
 #
-# **How far can you trust the replay?** All earlier readings of section 5's refined one:
+# **How far can you trust the replay?** Section 5's, in all our H100 and H200 runs:
 
 # %%
 rows, off = [], {}
@@ -792,7 +792,7 @@ lab.table(pd.DataFrame(rows))
 # **Question.** How long would the step take on other cards, with this host?
 #
 # **Technique.** Arithmetic scales with dense peak, memory traffic with bandwidth. We don't know what bounds a kernel there: scale
-# all by peak, then all by bandwidth. Section 2's short form makes a step of each, with this host's $c$.
+# all by peak, then all by bandwidth. Section 2's short form gives a step for each, by this host's $c$.
 
 
 # %%
@@ -836,7 +836,7 @@ rows = [
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **A test.** On an H100, do kernels lie between the ends, and steps, with its own $c$?
+# **A test.** Do our H100's kernels lie between the ends? And its steps, by its own $c$?
 
 # %%
 on_an_h100, rows = {}, []
@@ -875,12 +875,12 @@ plt.show()
 
 # %% [markdown]
 # With its own $c$ the H100 lies between the ends, but for the loop's step, 9 % above. The test is weak: H100 and H200 have equal
-# peaks. Three H200 steps take 6 to 10 % more than the short form. In the figure only dots have their own host's $c$.
+# peaks. In the figure all bars have this host's $c$. Three H200 dots are 6 to 10 % high; *loop, again* would be low.
 #
 # Launches don't get faster with a card. On a B200 launches decide *dense*: 277 ms, or 340 with *again*'s $c$. A B200 runs the
 # loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
 #
-# **Back to the article.** Its gpt-oss-120b steps took, in seconds for 32 texts:
+# **Back to the article.** By its rates gpt-oss-120b takes, in seconds for 32 texts:
 #
 # | | short texts | long texts |
 # |---|---|---|

@@ -36,7 +36,7 @@
 # | `full` | a GPU of 40 GB | 6 minutes |
 #
 # Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. Numbers without a name are *the recorded
-# H100*'s. *Our H100* and *ours* are other runs. The recorded machine was unsteady: trust directions, not digits.
+# H100*'s. *Our H100* and *ours* are other runs. Both machines were unsteady: trust only the direction of large changes.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -174,7 +174,7 @@ lab.show(decodes, columns, experiment="decode")
 # These pictures are drawn: photographs may take other sizes and times.
 #
 # **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, and over a hundred times
-# as long as to read once more. Beside decoding, such reading is little. Section 3 adds resizing.
+# as long as its second reading takes. Beside decoding, that is little. Section 3 adds resizing.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -236,9 +236,9 @@ took = median(ms(mapped.__getitem__, place) for place in range(8))
 print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 
 # %% [markdown]
-# `Mapped` suits forked workers, which share its pages. macOS, Windows and Python 3.14 don't fork by default: there each worker
-# gets the dataset pickled, and pickling copies the whole map. So move the class to a `.py` file, and let `__init__` store the
-# file's name, the length and `self.pixels = None`. Begin `__getitem__` with:
+# `Mapped` suits forked workers, which share its pages. macOS, Windows and Python 3.14 don't fork by default: there workers get a
+# pickle, which copies the map, and needs a class from a file. Move the class to a `.py` file. Let `__init__` set `self.file`,
+# `self.size` and `self.pixels = None`, let `__len__` return `self.size`, and begin `__getitem__` with:
 #
 # ```python
 # if self.pixels is None:
@@ -323,11 +323,12 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# A bar spans the 10th to the 90th percentile; one worker's line bends at $r = c$. At the left the square hides *in memory* and
-# *memory map*. The line without workers is no independent test: its $r$ was measured in the same steps.
+# A bar spans the 10th to the 90th percentile; one worker's line bends at $r = c$. The left square hides two circles, those
+# without workers. The circles don't test their line independently: its $r$ is from the same steps.
 #
-# *PNG, again* is the first loop repeated: 0.82 to 1.05 times as fast. More than 3 % from 1 makes every verdict on a time in this
-# lab *inconclusive*. *Speed-up* is a median of ratios: 405 beside 383 ms can read 1.00x.
+# *PNG, again* is the first loop repeated: 1.00 times as fast, interval 0.82 to 1.05. Its ends are over 3 % from 1, so the machine
+# is *unsteady*: every verdict on a time in this lab is *inconclusive*. *Speed-up* is a median of ratios: 405 beside 383 ms can
+# read 1.00x.
 #
 # The formula, with $c$ = 162 ms:
 #
@@ -344,7 +345,8 @@ with lab.attempt("the law's picture"):
 #
 # **A picture's $r$:** a PNG takes 59.5 ms, a JPEG 25.3. Decoding is 39.7 and 5.4 of these, the other 20 probably resizing and
 # conversion. So a GPU's decoder alone would leave a JPEG about 20 ms; it wasn't in the loop. From the map 1.4 are left, from
-# memory 1.5, so the map costs nothing extra. Section 2's 0.25 was `Mapped` alone; what else the loop does wasn't taken apart.
+# memory 1.5, on our H100 1.4 and 1.3: about the same. Section 2's 0.25 was `Mapped` alone; what else the loop does wasn't taken
+# apart.
 #
 # **In your own loop:**
 #
@@ -589,12 +591,13 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 #   less. The tool said 24; we measured 30 to 34, unexplained. Four images at once: 238 + 162 = 400, 55 % less. The tool said 56; we
 #   measured 54 to 62.
 # - For Stable Diffusion capture saved 4 to 10 points less than promised. Its row also changes optimizer and logging.
-# - Stable Diffusion kept the order on our H100 and H200, LLaVA with two fixes. Qwen3 can't tell. Here caching and workers
-#   swapped, but their ranges overlap. So do those of capture and batch size, which clearly come first.
+# - By medians Stable Diffusion kept the order on our H100 and H200, LLaVA with two fixes. Qwen3's fixes have different units.
+#   Here caching and workers swapped, but their ranges overlap. So do capture's and batch size's; both are clearly above these
+#   two.
 # - The first table's measured gains sum to 189 %, so they can't add up. Only these rows were tested, each alone.
 #
-# **Takeaway.** A trace tells where the time goes. Where ranges were apart, the tool's first fix was the best tested: three loops,
-# two workloads. It didn't propose the map. So profile, calculate with $r$ and $c$, change one thing, measure again.
+# **Takeaway.** A trace tells where the time goes. In three loops, where units were the same and ranges apart, the tool's first
+# tested fix was the best. It didn't propose the map. So profile, calculate with $r$ and $c$, change one thing, measure again.
 
 # %% [markdown]
 # ## Exercises

@@ -267,17 +267,17 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # %% [markdown]
 # Compare *each for itself*, which sends nothing, with *DDP*.
 #
-# - *Here*: 39 ms more with all weights, 2 and 5 with LoRA. But one process, measured again, differed by −14 to +3 % with all
-#   weights, so no time decides. Compared within each round the 39 are 24, from 9 to 72.
-# - *Ours*, two H200s of another host: with all weights a step went from 130 to 202 ms, efficiency 64 %; with LoRA from 172 to
-#   191, 90 %.
+# - *Here*: 39 ms more with all weights, 2 and 5 with LoRA. But one process's rate, measured again, differed by −14 to +3 % with
+#   all weights, by +0 to +10 with LoRA. So no time decides. The differences within rounds, not printed: median 24, interval 9 to
+#   72.
+# - *Ours*, two H200s elsewhere, from one process to DDP: 130 to 202 ms with all weights, efficiency 64 %; with LoRA 172 to 191,
+#   90 %.
 #
-# The bound, *predicted*, adds at most 0.1 ms on NVLink. It is no forecast: it counts only what is sent after the last gradient.
-# NCCL's use of the GPU, copies and waiting weren't separated. The largest message, 256 MiB, reached 297 GB/s: section 1's
-# prediction.
+# *Predicted* is the bound, no forecast: on NVLink it adds at most 0.1 ms, for what is sent after the last gradient. NCCL's use of
+# the GPU, copies and waiting weren't separated. 256 MiB, the largest message, reached 297 GB/s: the answer to section 1.
 #
-# **Takeaway.** One GPU and the link give the least that a step takes, not its time. What DDP adds is *DDP* minus *each for
-# itself*: measure it, on a steady machine.
+# **Takeaway.** One GPU's step and the link's rate give the least time only. What DDP adds is *DDP* minus *each for itself*:
+# measure it, on a steady machine.
 
 # %% [markdown]
 # ## 3 · Send once, hold a share
@@ -374,8 +374,8 @@ lab.verdict("A4.memory.fsdp")
 # **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. FSDP saved 15 bytes a parameter, not 12; we didn't
 # look for the other 3.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *Again* is the same run a second time. *no_sync* took 578 ms, *sync
-# each* 706 and 664.
+# **Time.** In *gradients*, – is one micro-batch, else four. *Again* is the same run a second time. *no_sync*: 578 ms, once; *sync
+# each*: 706 and 664.
 #
 # FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.7 GB of 20.8, and its step took
 # 16 % longer.
@@ -404,17 +404,17 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# The profiler slows each row differently: compare patterns, not lengths. In the drawn step of *ddp, full* NCCL's kernels run 210
-# ms; the 71 buckets, sent with nothing computing, need 14. The other 196 are waiting or slow sending: 66 come before anything
-# computes, when this step has no gradient yet.
+# The profiler slows each row differently: compare patterns between rows, not lengths. In the drawn step of *ddp, full* NCCL's
+# kernels run 210 ms; the buckets, sent with nothing computing, need 14. The other 196 are waiting or slow sending. 66 of them
+# come before this step has a gradient: not its sending.
 #
 # - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides.
 # - *ddp, lora*: 1 %.
 # - *fsdp*: it communicates through most of the step. Weights are gathered, and in the backward pass a *reduce-scatter* leaves each
 #   rank its share of the averaged gradients.
 #
-# **Takeaway.** Use `no_sync`, with the forward pass inside it. FSDP saved 45 % of the memory with all weights, and its steps were
-# longer: take it for a model that doesn't fit otherwise.
+# **Takeaway.** Run all micro-batches but the last in `no_sync`, forward pass included. FSDP saved 45 % of the peak with all
+# weights: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is too slow?
@@ -458,15 +458,15 @@ plt.show()
 # and float32 gradients; BF16 or `no_sync` needs less.
 #
 # **By hand:** a step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step. For the UNet
-# with all weights that is 3.44 GB / 0.145 s, 24 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. Efficiency is at most the link's
-# rate over $R$: 100 GbE 12.5 / 23.7, 53 %. The figure's 44 also knows that gradients come in the backward pass only. With steps
-# 16 % longer, the noise's end, it is 49: still excluded.
+# with all weights that is 3.44 GB / 0.145 s, 23.7 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. Efficiency is at most the
+# link's rate over $R$: 100 GbE 12.5 / 23.7, 53 %. The figure's 44 also uses that gradients come only in the backward pass. With
+# steps 16 % longer, the noise's end (a rate 14 % lower), it is 49: still excluded.
 #
-# For N ranks multiply $R$ by 2(N − 1)/N, 1.75 for 8. But the limit falls to 1/N: by hand, 100 GbE for each of 8 GPUs allows 30 %,
-# and over 12.5 % beats one GPU.
+# For N ranks multiply $R$ by 2(N − 1)/N, 1.75 for 8. But break-even falls to 1/N. By hand 100 GbE for each of 8 GPUs allows 30 %;
+# they beat one GPU above 1/8.
 #
-# **Takeaway.** Efficiency is at most the link's rate over $R$. Below 1/N, N GPUs lose to one. Above it nothing is promised: with
-# all weights NVLink's bound is 100 %, and section 2 measured 78 and 64.
+# **Takeaway.** Efficiency is at most the link's rate over $R$, or 100 %. Below 1/N, N GPUs lose to one. Above it nothing is
+# promised: with all weights on NVLink section 2 measured 78 and 64 %.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
