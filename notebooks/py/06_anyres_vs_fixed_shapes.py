@@ -235,12 +235,12 @@ assert torch.equal(ours["labels"][0], course["labels"])
 #
 # **Question.** Five methods of the article's, six batch sizes: which saves time, which memory?
 #
-# **Technique.** All methods compute each block again in the backward pass.
+# **Technique.** All methods compute Mistral's blocks again in the backward pass.
 #
 # - *bf16*: weights in 16 bits.
-# - *fp8-te*: frozen layers compute in Transformer Engine's FP8, weights stay in 16 bits.
+# - *fp8-te*: Transformer Engine's FP8 in Mistral's frozen layers; weights stay in 16 bits.
 # - *compile*: blocks compiled one by one; the article compiles the model.
-# - *fixed*: *compile* on small squares. On a CPU it is *eager-fixed*: nothing is compiled.
+# - *fixed*: *compile* on small squares, padded to 2,048. A CPU compiles nothing: *eager-fixed*, and *fp8-frozen* (section 7).
 # - *qlora*: weights in 4 bits.
 #
 # Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes each, not 2 (lab
@@ -314,7 +314,7 @@ plt.show()
 #
 # - *fixed* takes 44 to 45 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
 #   useful tokens a second 35 to 36 % fewer;
-# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19, but at batch 2 it costs 5; *qlora* costs 11 to 12;
+# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19 (at batch 2 unclear); *qlora* costs 11 to 12;
 # - *qlora* takes 28.5 GB of 31.1 at batch 8, and 20 % more than BF16 at batch 24. The lines cross at batch 11, by formula at 13.
 #
 # **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves some 10 GB once
@@ -572,8 +572,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
 # window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal; older versions take
-# `is_causal=True`. Labels are shifted by one: set each example's first to −100, or the example before has to predict it.
-# Positions start anew: `position_ids = torch.cat([torch.arange(n) for n in lengths])[None]`.
+# `is_causal=True`. Each label is predicted from the token before it, so let each example's first be −100. Positions start anew:
+# `position_ids = torch.cat([torch.arange(n) for n in lengths])[None]`.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -607,7 +607,7 @@ for loss in losses.values():
 # %% [markdown]
 # **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
 # takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only, and needs no
-# chunks. Hollow: the gain is within the noise, or, as here, the machine was unsteady.
+# chunks. Hollow: the gain is within the noise, or the machine was unsteady.
 #
 # **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
 
@@ -635,8 +635,8 @@ lab.verdict("A2.left.dynamic")
 # *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images. *packed*: 61.5,
 # but 59 GB, not 27, four times the tokens a step, and 12 % fewer an image.
 #
-# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. With all rungs a useful
-# token took 48 or 52 % less time than in the plain loop; *packed* alone brought 1.13x, at twice the memory.
+# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. All rungs together
+# probably halve a useful token's time. *packed*'s part, 1.13x, is open, and takes twice the memory.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -807,8 +807,8 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# At batch 1 section 3's model took 10.4 GB, with QLoRA 8.1. QLoRA pays 1 GB more for each example, so at some 4 they should
-# cross: not tried. Holding them once works: *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between
+# At batch 1 *fp8-frozen* took 10.4 GB in section 3's model, *qlora* 8.1. If FP8 grows as BF16 does, *qlora* takes more from batch
+# 4 on: not tried. Holding FP8 once works: *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between
 # steps if you drop the transposes. Its peak within a step wasn't measured. Here FP8 took 1.5 to 1.9 times BF16's time, but the
 # machine was unsteady.
 #
@@ -973,7 +973,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # *fixed* 179.
 #
 # **Takeaway.** First decide what to train on, then compare total times. For full images, after some 30 steps, or 80 if step 2
-# compiles as long, probably *compile*. Not compared: *fixed* in FP8, unpadded squares, packing.
+# compiles as long, probably *compile*. Not run here: *fixed* in FP8, unpadded squares.
 
 # %% [markdown]
 # ## Exercises

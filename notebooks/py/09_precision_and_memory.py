@@ -99,9 +99,9 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # To read the tables:
 #
 # - *time*: the median of the rounds' ratios, with its interval of 95 %. It can differ from the ratio of the two steps.
-# - *floor*: the time of the step's FLOPs, none computed again, at your card's rate in the row's fastest format.
-# - *base again*: nothing changed, so this is the noise, here −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and verdicts on
-#   time stay open. The text calls a change likely if it is far outside the noise.
+# - *floor*: the time of the step's FLOPs, without recomputing, at your card's rate in the row's fastest format.
+# - *base again*: nothing changed: the noise, in this text −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and verdicts on
+#   time stay open. The text says *probably* if a change is far outside the noise.
 # - *here* is this run, *ours* an earlier one on our H200.
 
 
@@ -166,7 +166,7 @@ for name, found in {
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
-# At most one *weight*'s gradient became 0, and without a scaled loss they are still 15 % off on the H200. Each is a sum over
+# At most one *weight* got a gradient of 0. Without a scaled loss gradients are still 15 % off on the H200. Each is a sum over
 # gradients of activations. With the loss times 0.01, as here, these are below 1e-6, where FP16 has steps of 6e-8. Some become 0,
 # which is *underflow*; others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range
 # and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
@@ -292,9 +292,9 @@ lab.verdict("A4.memory.mixed-precision")
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier
 #   transforms: 1,280 × 1,280 filters on 64 × 64 points, of which 64 × 33 complex numbers of 8 bytes are kept, are 27.7 GB. Twice
-#   that, with inputs and results, is 55.7. Why twice is our guess: one rearranged.
-# - At that convolution 65.9 − 55.7 = 10 GB of tensors were alive. *tf32* probably peaks at another moment, with more of them. So
-#   the gap is 48, not 55.
+#   that, with inputs and results, is 55.7. We guess: one is a rearranged copy.
+# - If *float32* peaks there, 65.9 − 55.7 = 10 GB of tensors were alive. *tf32* probably peaks elsewhere, with more: so 48 apart,
+#   not 56.
 # - FP16 saves 83 % against the one peak and 34 %, 6.0 GB, against the other. Some 2 of the 6 are the frozen weights: autocast
 #   alone leaves these in float32.
 #
@@ -383,10 +383,10 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # **Who sets the pace?** On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
-# together take 124. Eight times the arithmetic and activations cost almost nothing, so one example waits for something else,
-# probably the host. Then count the host's work, not FLOPs. Checkpointing launches the forward pass twice. A forward pass runs in
-# Python, autograd's backward pass in C++: it can be more than a third of the host's time. It took 85 % longer by medians, 94 by
-# rounds, not 50. A trace, lab 02, would prove it.
+# together take 124. Eight times the arithmetic and the activations cost little, so one example probably waits for the host. Then
+# count the host's work, not FLOPs. Checkpointing launches the forward pass twice. The forward pass runs in Python, the backward
+# pass in C++: so forward can be over half of the host's time. Checkpointing took 85 % longer by medians, by rounds 94, interval
+# 52 to 117. A trace, lab 02, would prove it.
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
@@ -537,8 +537,8 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
 # Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. The last term is the H200's:
-# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **For a real model your `Ledger` needs more on
-# *meta*:** `autocast("cuda")` does nothing there, so add its results and copies in 16 bits; attention isn't fused, so imitate it.
+# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **For a real model on *meta* extend your
+# `Ledger`:** `autocast("cuda")` does nothing there, so count its results and copies in 16 bits. Imitate fused attention.
 # `labutils/training/peak_memory.py` does both. cuDNN's workspaces are not predicted, section 2 says why.
 #
 # **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. By how many percent
@@ -584,8 +584,8 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.1 GB too low. We don't know why.
-# The other six are at most 0.3 % off.
+# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.1 GB too low, we don't know why;
+# the others at most 0.3 % off. The phases miss 0.03 GB.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
 #
@@ -606,7 +606,7 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second prediction is a little too high, batch 4's was too low.
+# On the H200 section 3 measured 11.5 and 4.34 GB: the second is a little too high; the table's, at batch 4, was too low.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card, if
 # convolutions may use TF32 or 16 bits.

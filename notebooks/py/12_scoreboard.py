@@ -125,18 +125,18 @@ found = effects.effect(lab12_scoreboard.as_run(a), lab12_scoreboard.as_run(b))  
 np.testing.assert_allclose((found.value, found.low, found.high), effect(a, b))
 
 # %% [markdown]
-# The truth is 0.96. In case 1, one after the other, B looks 6 % *slower*. Its interval is narrow and wrong: it knows the scatter of the
-# rounds, not the drift. In case 2, in turns, it is 1 % off: B always comes after A. Case 3 is what would remain without a drift.
-# Case 4, there and back, is the course's order: the drift is still there, but goes up in one round and down in the next. A real
+# The truth is 0.96. In case 1, one after the other, B looks 6 % *slower*. Its interval is narrow and wrong: it knows the scatter
+# of the rounds, not the drift. In case 2, in turns, it is 1 % off: B always comes after A. Case 3 is what would remain without a
+# drift. Case 4, there and back, is the course's order: the drift stays, but raises one round's ratio and lowers the next. A real
 # machine hides the truth, but *A again* ought to be 1. The course's rule:
 #
 # 1. **Factor.** $f$ is the larger of *A again*'s upper end and 1 / its lower end. Case 3: 1 / 0.982 = 1.018. Without *A again* take A's
 #    own spread. For bytes $f = 1$.
 # 2. **Verdict.** Divide B's lower end by $f$, multiply its upper end by $f$. Both below 1: *faster*. Both above: *slower*. Else
 #    *inconclusive*. Case 3: 0.969 × 1.018 = 0.986: *faster*.
-# 3. **Steady?** If an end of *A again*'s interval is below 0.97 or above 1.03, the course's choice, the machine is *unsteady*,
-# and all is *inconclusive*. None of the four cases needs this rule: widened, B reaches from 0.86 to 1.31 in case 1, from 0.93 to
-# 1.01 in case 2. It is the course's caution, and doesn't see what disturbs B alone. Section 3 counts what it costs.
+# 3. **Steady?** If an end of *A again*'s interval is below 0.97 or above 1.03, the course's choice, the machine is *unsteady*, and times
+#    are *inconclusive*. None of the four cases needs this step: widened, B reaches from 0.86 to 1.31 in case 1, from 0.93 to 1.01 in
+#    case 2. It is the course's caution, and doesn't see what disturbs B alone. Section 3 counts what it costs.
 #
 # A statement with a number has limits of its own in place of 1: section 3.
 #
@@ -187,7 +187,7 @@ for id, limits in allowed.items():
 lab.table(("claim", "allowed", "ours", "A again", "by the cell", "the course's verdict"), *rows)
 
 # %% [markdown]
-# *A2.fixed.speed* fits unwidened. Widened it is 0.28 to 0.72: *inconclusive* without rule 3, too. In *A3.offload.time* *A again*
+# *A2.fixed.speed* fits unwidened. Widened it is 0.28 to 0.72: *inconclusive* without step 3, too. In *A3.offload.time* *A again*
 # is steady, but B isn't: only B's own interval shows that. Our hosts differ there.
 #
 # How many hold depends on the kind of claim. There are four:
@@ -209,8 +209,8 @@ lab.table(("claim", "allowed", "ours", "A again", "by the cell", "the course's v
 #
 # A claim is also *inconclusive* if the machine was unsteady, or if its model depends on an assumption.
 #
-# **Prediction.** Our H200 and H100s tested 131 statements. 36 are times with noise; 95 are counts, bytes, data sheets, single
-# times and shares. How many percent of the 131 do they confirm? Guess it for each group first.
+# **Prediction.** We could test 131 statements. 36 are times whose noise we know; 95 are counts, bytes, data sheets and the like.
+# How many percent of the 131 are confirmed? Guess it for each group first.
 
 # %%
 my_confirmed: float | None = None  # for example 90
@@ -243,9 +243,9 @@ clear = [j.claim.id for j in unsteady if all(one.direction for one in j.effects.
 print(f"Unsteady: {len(unsteady)}. The change exceeds the noise in {len(clear)}:", *clear)
 
 # %% [markdown]
-# In the picture our verdict stands left of yours. A dash means that this side couldn't test the claim: its lab hasn't run, it
-# takes a GPU, or no run can answer. Look at ours first: a filled cross is a refuted claim, a hollow one a prediction that the
-# model disagrees with.
+# In the picture *ours* stands left of *here*. A dash: not tested on that side, as the claim's lab hasn't run, it needs a GPU, or
+# no run can answer. Look at ours first: a filled cross is a refuted claim, a hollow one a prediction that the model disagrees
+# with.
 
 # %%
 judged = {f"Article {key}": {} for key in claims.articles()}
@@ -256,10 +256,10 @@ plots.verdicts(plt.gca(), judged, sides=("ours", "here"))
 plt.show()
 
 # %% [markdown]
-# Don't quote 82 of 131 alone. Confirmed are 79 of 95 in *all else*, such as counts, bytes, single times and shares of time; 12 of
-# the 79 are numbers of data sheets, which no GPU measured. Confirmed are also 1 of 6 beside A's own spread, and 2 of 30 beside *A
-# again*. Rule 3 stopped 25 of these 30. In 11 of the 25 the change exceeds even the noise: without rule 3 they would have a
-# direction, though not always a verdict. So this board says little about the size of the articles' speed-ups.
+# Don't quote 82 of 131 alone. *All else*, such as counts, bytes, single times and shares of time, has 79 of 95 confirmed; 12 of
+# the 79 are from data sheets. Beside A's own spread 1 of 6 is confirmed, beside *A again* 2 of 30. Step 3 stopped 25 of these 30.
+# In 11 of the 25 the change exceeds even the noise: without step 3 they would have a direction, though not always a verdict. So
+# this board says little about the size of the articles' speed-ups.
 #
 # **Takeaway.** Ask what was counted before you quote a percentage. Not confirmed is not refuted.
 
@@ -288,8 +288,8 @@ lab.table(board.loc[refuted[~by_size].index, list(reasons)].rename(columns=reaso
 
 # %% [markdown]
 # **Question.** On which claims do this machine and ours disagree? What may differ: the card, the host, versions, the scale.
-# *Inconclusive* and *differs between hosts* are no disagreement. A library that casts differently on another device is one kind of
-# cause. A short run is another, and refutes nothing.
+# *Inconclusive* and *differs between hosts* are no disagreement. A library that casts differently on another device is one kind
+# of cause. A short run is another; it settles no time.
 
 # %%
 lab.table(lab12_scoreboard.disagreements(board), otherwise="Where both sides decided, they agree.")
@@ -353,8 +353,8 @@ by_kind = predictions.summaries(told, "kind")
 lab.table(by_kind.assign(lean=by_kind["lean"].map(predictions.lean_in_words)))
 
 # %% [markdown]
-# **Takeaway.** If predicted / measured is nearly the same in many predictions, divide the next one by that lean: who always says
-# half, doubles the next answer.
+# **Takeaway.** If predicted / measured is nearly the same in many predictions, divide the next one by that lean: if you always
+# say half, double the next answer.
 
 # %% [markdown]
 # ## 6 · What to try next
