@@ -18,9 +18,9 @@
 # %% [markdown]
 # # Lab 12 · Scoreboard
 #
-# Four articles, A1 to A4 of the README, more than 200 published claims. Each gets two verdicts, from our GPUs and from your machine: which hold? This lab
-# trains nothing. It judges what the other labs have measured, scores your predictions, and says what to measure next. Run it
-# whenever you like.
+# Four articles, A1 to A4 of the README, more than 200 published claims. Each gets two verdicts, from our GPUs and from your
+# machine: which hold? This lab trains nothing. It judges what the other labs have measured, scores your predictions, and says
+# what to measure next. Run it whenever you like.
 #
 # **After this lab you can**
 # - turn the rounds of two runs into a verdict, noise included;
