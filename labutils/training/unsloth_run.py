@@ -83,13 +83,15 @@ def train_with_unsloth(
 ) -> dict[str, Run]:
     """Name -> run of each job, timed in as many rounds as a comparison has.
 
-    meanwhile: is called while the child imports unsloth and loads the model, which takes a minute.
-    The child begins with its first job when that is done too, so that neither disturbs the other.
+    meanwhile: is called while the child imports unsloth, loads the model and warms its first job
+    up, which takes a minute or two. Its steps are timed when that is done too, so that neither
+    disturbs the other.
 
-    `first_step_s` is the first job's alone: its kernels are compiled then. `peak_allocated_gb` is
-    the whole process's. A job that fails has its reason as status, and so have those that a process
-    that dies or takes too long didn't get to. Raises `Unavailable` where unsloth can't run,
-    `RuntimeError` where the process dies with nothing done.
+    `first_step_s` is the first job's alone: its kernels are compiled then, beside whatever
+    `meanwhile` compiles. `peak_allocated_gb` is the whole process's. A job that fails has its
+    reason as status, and so have those that a process that dies or takes too long didn't get to.
+    Raises `Unavailable` where unsloth can't run, `RuntimeError` where the process dies with nothing
+    done.
     """
     first = next(iter(jobs.values())).workload
     check_unsloth(first.device.type)
@@ -129,10 +131,10 @@ def _ask(
     The child finds this checkout, and has folders of its own for whatever libraries write. All that
     it printed is kept in `logs`: why a library failed is rarely one line.
     """
-    environment = QUIET | {"PYTHONPATH": child_process.python_path()}
+    path = child_process.python_path()
+    environment = QUIET | {"PYTHONPATH": path, "TORCHINDUCTOR_CACHE_DIR": None}
     # PyTorch keeps compiled code in the temporary folder, unsloth where it runs.
     environment |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR"), str(folder))
-    environment["TORCHINDUCTOR_CACHE_DIR"] = None
     records = {}
     with Child(["-m", __name__], None, TIMEOUT_S, environment, folder) as child:
         if first.weights == "random":  # while the child imports unsloth
@@ -146,8 +148,7 @@ def _ask(
         while record := child.receive():
             records[record["run"]] = record
         failure = "" if len(records) == len(order["jobs"]) else f"unsloth: {child.failure()}"
-        printed = child.printed + child.errors()
-    (logs / PRINTED).write_text(printed, encoding="utf-8", errors="replace")
+        (logs / PRINTED).write_text(child.printed + child.errors(), "utf-8", "replace")
     return records, failure
 
 
@@ -167,7 +168,6 @@ def _main() -> None:
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     lm = namespace[name](order["model"])
-    child_process.order()  # to begin
 
     def build(recipe: Recipe) -> Published:
         """What `LanguageLora.build` gives, without what accelerate put around it in the job
@@ -178,6 +178,9 @@ def _main() -> None:
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
         with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
+            bench.prepare({name: recipe})
+            if place == 0:
+                child_process.order()  # to begin
             run = bench.compare({name: recipe}, job["steps"])[name]
             if run.ok and (peak := cuda.peak_memory()):
                 run.metrics["peak_allocated_gb"] = peak[0]
