@@ -265,16 +265,16 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# Compare *each for itself*, which sends nothing, with *DDP*.
+# 256 MiB, the largest message, reached 297 GB/s: the answer to section 1.
 #
-# - *Here*: 39 ms more with all weights, 2 and 5 with LoRA. But one process's rate, measured again, differed by −14 to +3 % with
-#   all weights, by +0 to +10 with LoRA. So no time decides. The differences within rounds, not printed: median 24, interval 9 to
-#   72.
+# - *Here* compare *each for itself*, which sends nothing, with *DDP*. With all weights DDP took 39 ms longer by the columns'
+#   medians, 24 round by round (9 to 72, not printed); with LoRA 2 and 5. One process's rate, measured again, differed by −14 to
+#   +3 % with all weights, so none of this decides.
 # - *Ours*, two H200s elsewhere, from one process to DDP: 130 to 202 ms with all weights, efficiency 64 %; with LoRA 172 to 191,
-#   90 %.
+#   90 %. This includes what a second busy process costs.
 #
 # *Predicted* is the bound, no forecast: on NVLink it adds at most 0.1 ms, for what is sent after the last gradient. NCCL's use of
-# the GPU, copies and waiting weren't separated. 256 MiB, the largest message, reached 297 GB/s: the answer to section 1.
+# the GPU, copies and waiting weren't separated.
 #
 # **Takeaway.** One GPU's step and the link's rate give the least time only. What DDP adds is *DDP* minus *each for itself*:
 # measure it, on a steady machine.
@@ -374,11 +374,9 @@ lab.verdict("A4.memory.fsdp")
 # **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. FSDP saved 15 bytes a parameter, not 12; we didn't
 # look for the other 3.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *Again* is the same run a second time. *no_sync*: 578 ms, once; *sync
-# each*: 706 and 664.
-#
-# FSDP gathers frozen weights, too: with LoRA they are nearly all that it sends. There it saved 0.7 GB of 20.8, and its step took
-# 16 % longer.
+# **Time.** In *gradients*, – is one micro-batch, else four. *Sync each* took 706 and, *again*, 664 ms; *no_sync* 578, run once.
+# FSDP against DDP: with all weights 13.2 GB less for a step 27 % longer; with LoRA under 1 GB less for 16 %, as it gathers frozen
+# weights, too. The machine was unsteady: take directions, not percentages.
 #
 # **What a trace shows.** *Unhidden* is time when NCCL's kernel runs, even if only waiting, and nothing computes. The profiler
 # slows the step, too. So this share isn't DDP's cost.
@@ -404,9 +402,9 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# The profiler slows each row differently: compare patterns between rows, not lengths. In the drawn step of *ddp, full* NCCL's
-# kernels run 210 ms; the buckets, sent with nothing computing, need 14. The other 196 are waiting or slow sending. 66 of them
-# come before this step has a gradient: not its sending.
+# The profiler slows each row differently: compare patterns, not lengths. A bar of NCCL is sending, *or waiting for the other
+# rank*. In *ddp, full* the first 66 ms come before this step has a gradient, so they aren't its sending; we didn't look for what
+# they are.
 #
 # - *ddp, full*: over all traced steps 34 % of the time is communication or waiting that nothing hides.
 # - *ddp, lora*: 1 %.
@@ -414,14 +412,18 @@ plt.show()
 #   rank its share of the averaged gradients.
 #
 # **Takeaway.** Run all micro-batches but the last in `no_sync`, forward pass included. FSDP saved 45 % of the peak with all
-# weights: take it for a model that doesn't fit otherwise.
+# weights, for a longer step: take it for a model that doesn't fit otherwise.
 
 # %% [markdown]
 # ## 4 · Which network is too slow?
 #
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
-# **Technique.** Use the bound of section 2 for links that aren't here. 100 GbE carries 100 gigabits a second: 12.5 GB/s.
+# **Technique.** A step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step: for the UNet
+# with all weights 3.44 GB / 0.145 s, 23.7 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. Of two ranks the efficiency is at most
+# the link's rate over $R$, or 100 %. 100 GbE carries 12.5 GB/s: 53 %. Of N ranks divide by 2(N − 1)/N, too: 30 % for eight. Below
+# 1/N, N GPUs lose to one: that network is *excluded*. The code sharpens this by section 2's bound: gradients come only in the
+# backward pass.
 
 # %%
 networks = {"1 GbE": 0.125, "10 GbE": 1.25, "100 GbE": 12.5, "400G InfiniBand": 50, "NVLink": 450}
@@ -446,27 +448,18 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# An upper bound can only exclude. Below 50 % two GPUs are slower than one; with N the limit is 1/N.
-#
 # | training | excluded | best bound among these |
 # |---|---|---|
 # | UNet, LoRA | none | – |
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1, 10, 100 GbE | 44 % |
 #
-# The table is for two H100s. 25 and 40 GbE are slower than 100, so excluded for all weights, too. All this is for one micro-batch
-# and float32 gradients; BF16 or `no_sync` needs less.
+# The table is for two H100s, one micro-batch and float32 gradients; BF16 or `no_sync` needs less. 25 and 40 GbE lie below 100, so
+# they are excluded for all weights, too. The 44 becomes 49 if one process's step is really 16 % longer (its rate 14 % lower, the
+# noise): still excluded. For eight ranks 30 % is above 1/8: not excluded, and still a poor buy.
 #
-# **By hand:** a step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step. For the UNet
-# with all weights that is 3.44 GB / 0.145 s, 23.7 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. Efficiency is at most the
-# link's rate over $R$: 100 GbE 12.5 / 23.7, 53 %. The figure's 44 also uses that gradients come only in the backward pass. With
-# steps 16 % longer, the noise's end (a rate 14 % lower), it is 49: still excluded.
-#
-# For N ranks multiply $R$ by 2(N − 1)/N, 1.75 for 8. But break-even falls to 1/N. By hand 100 GbE for each of 8 GPUs allows 30 %;
-# they beat one GPU above 1/8.
-#
-# **Takeaway.** Efficiency is at most the link's rate over $R$, or 100 %. Below 1/N, N GPUs lose to one. Above it nothing is
-# promised: with all weights on NVLink section 2 measured 78 and 64 %.
+# **Takeaway.** Compute $R$ before you rent. The bound excludes, it promises nothing: with all weights on NVLink section 2
+# measured 78, unsteady, and 64 %.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
