@@ -409,7 +409,7 @@ torch.compiler.reset()
 
 # %% [markdown]
 # **Your prediction:** how many recompilations the first steps on the article's images take, with the published model compiled as
-# a whole. A hint: answers differ in length.
+# a whole. Images have one length here, answers don't, and each piece between graph breaks is compiled by itself.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -436,9 +436,9 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# *uniform*: 3 in step 1, and 8 in step 2, where an answer is a token longer. The toy compiled anew once for a second length; here
-# each piece between graph breaks does. In a check not shown, padded text left 3. So longer text probably caused 8, and images
-# none: all have one number of tokens. *varied*: 8 more by step 6; `torch._dynamo.utils.get_compilation_metrics()` lists why.
+# *uniform*: images have one number of tokens, so they cause none. In step 2 an answer is a token longer. As in the toy, a second
+# length is compiled anew, but here for each piece: probably the 8. With padded text, not shown, 3 were left. *varied*: 8 more by
+# step 6; `torch._dynamo.utils.get_compilation_metrics()` lists why.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
 # open.
@@ -968,12 +968,18 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# Here *fixed*'s first step takes 8 s, in the article 106. By section 3's times it leads from step 6, where it passes *qlora*; if
-# step 2 takes as long, from 15, where it passes *fp8-te*. But its step does less: a million useful tokens take *compile* 120 s,
-# *fixed* 179.
+# *In all* counts steps, but *fixed*'s step has 1,190 useful tokens an image, not 2,942: a million take *compile* 120 s, *fixed*
+# 179.
 #
-# **Takeaway.** First decide what to train on, then compare total times. For full images, after some 30 steps, or 80 if step 2
-# compiles as long, probably *compile*. Not run here: *fixed* in FP8, unpadded squares.
+# **Takeaway.** First decide what to train on. At batch 4, by an unsteady machine's times:
+#
+# | you need | take |
+# |---|---|
+# | small squares | *fixed*, from step 6, or 15 if step 2 compiles as long |
+# | full images | *fp8-te* from step 6, *compile* after some 30, or 80 |
+# | under 20 GB | *qlora*; it saves memory up to batch 10 |
+#
+# Not run: *fixed* in FP8, unpadded squares, the whole model compiled.
 
 # %% [markdown]
 # ## Exercises

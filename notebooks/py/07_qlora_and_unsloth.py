@@ -506,8 +506,9 @@ lab.verdict("A3.qlora.cause")
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
 # - *Host:* its 50 ms hardly show: gaps grow from 22 to 25.
+# - *Formula:* 8 to 10 % too low, on both models.
 #
-# **Takeaway.** 4 bits alone: 5 % more time, 10 GB less. Restoring is 17 ms of 16 to 40.
+# **Takeaway.** 4 bits alone: 5 % more time, 16 to 40 ms, and 10 GB less. Restoring takes 17 ms.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -601,8 +602,8 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 #
 # Offloading saved 2.3 of 34.1 GB: all checkpoints are 2.4 GB. No cost in time shows.
 #
-# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, which the verdict compares. With checkpoints in both it
-# takes 5 to 18 % longer: 1,496 ms over 921 plus 350 to 507. Restoring is 26 ms of that, float32 probably 154.
+# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, which the verdict compares; checkpoints are 39 of the 62.
+# With checkpoints in both, its kernels take 14 % more, 179 ms: restoring 26, elementwise and casts 154, probably float32.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -635,8 +636,8 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# Is it the order of LoRA's products? unsloth keeps PEFT's, $(xA^\top)B^\top$. The other, $x(BA)^\top$, forms a matrix as large as
-# the weight.
+# The order of LoRA's products can't separate them: both take $(xA^\top)B^\top$. What would $x(BA)^\top$ cost, a matrix as large
+# as the weight?
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
 # 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
@@ -798,9 +799,9 @@ if rival and rival.ok and ours.ok:
 # gradients.
 #
 # - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; only the first pair is shown.
-#   So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are 1.2 of the 1.5.
+#   Unsloth's vary by 74 %; why is open. So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are
+#   1.2 of the 1.5.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
-# - *One change at a time:* 4 bits add 20 ms to 395, compiling saves 119.
 #
 # **Takeaway.** On packed rows our compiled recipe is not slower than unsloth, and takes 20 % more memory. With 40 GB compiled 16
 # bits train 36 % more tokens a second than ours. Quality, and 16 bits with compiled checkpoints, weren't measured.

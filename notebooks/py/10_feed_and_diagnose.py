@@ -254,8 +254,8 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 # **Question.** When does a faster decoder, a cache or another worker shorten the step?
 #
 # **Technique.** Lab 03's formula. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes at most
-# $r + c$, with $w$ workers $\max(c, r / w)$, given enough cores. A faster decoder and a cache lower $r$. Another worker raises
-# $w$. Nothing here makes a step shorter than $c$.
+# $r + c$: the GPU may still compute while the host decodes. With $w$ workers it takes at least $\max(c, r / w)$. A faster decoder
+# and a cache lower $r$. Another worker raises $w$. Nothing here makes a step shorter than $c$.
 
 
 # %%
@@ -324,7 +324,7 @@ with lab.attempt("the law's picture"):
 
 # %% [markdown]
 # A bar spans the 10th to the 90th percentile; one worker's line bends at $r = c$. The left square hides two circles, those
-# without workers. The circles don't test their line independently: its $r$ is from the same steps.
+# without workers.
 #
 # *PNG, again* is the first loop repeated: 1.00 times as fast, interval 0.82 to 1.05. Its ends are over 3 % from 1, so the machine
 # is *unsteady*: every verdict on a time in this lab is *inconclusive*. *Speed-up* is a median of ratios: 405 beside 383 ms can
@@ -339,6 +339,9 @@ with lab.attempt("the law's picture"):
 # | memory map | 6 + 162 = 168 | 172 |
 # | PNG, 4 workers | max(162, 238 / 4) = 162 | 173 |
 # | memory map, 4 workers | max(162, 6 / 4) = 162 | 171 |
+#
+# The first three rows' $r$ is from the same steps: only the last two test the formula, and in both $c$ decides. Where $r / w$
+# decides, section 5 has the only test: there the step takes 1.7 to 1.8 times as long.
 #
 # Workers or the map remove nearly all waiting; both together show no more. With four workers the map would gain only if $c$ fell
 # below 60 ms.
@@ -361,8 +364,8 @@ with lab.attempt("the law's picture"):
 # c = median(ms(step) for _ in range(20))
 # ```
 #
-# **Takeaway.** Measure $r$ and $c$. By the formula you need $r / c$ workers, rounded up: here 238 / 162, so two. We tried only
-# four. With that many, only a smaller $c$ shortens the step: here 162 ms, with a floor of 15. If $r / c$ is more than your cores,
+# **Takeaway.** Measure $r$ and $c$. By the formula you need at least $r / c$ workers: here 238 / 162, so two. We tried only four.
+# With that many, only a smaller $c$ shortens the step: here 162 ms, with a floor of 15. If $r / c$ is more than your cores,
 # workers help, 89 % in section 5, but you must also lower $r$: decode and resize once.
 
 # %% [markdown]
@@ -452,9 +455,7 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
-# Blocking launches took 922 ms per step on the recorded H100, and overlapping ones 646: four micro-batches of one image. Each
-# value had one run of six steps, so the size is rough. A micro-batch of one image takes 646 / 4 = 162 ms, section 3's of four
-# images 171 to 173. So $c$ is about the same for one image as for four: probably the host sets the pace.
+# One run of six steps each: the direction is clear, the size is rough.
 #
 # **Takeaway.** Keep processes times threads within the cores; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`. Unset
 # `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -554,15 +555,16 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
 # (`labutils/tools/ablations.py`). We chose these four before measuring:
 #
-# - *Workers*: one is enough. An image's $r$ is 59.5 ms (section 3), $c$ about 162, for one image or four (section 4).
+# - *Workers*: one is enough. An image's $r$ is 59.5 ms (section 3), less than $c$, about 162 (section 4's 646 / 4).
 # - *Caching* keeps the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
-# - *Batch size* trains four images at once, not one after the other.
+# - *Batch size* trains four images at once. Section 3's steps of four took 171 to 173 ms, so $c$ hardly grows: probably the host
+#   sets the pace.
 #
 # Before you look: what does the formula promise for *workers* and *batch size*?
 #
-# *Step off by* is the predicted step against the measured one: −20 % means that the predicted step is 20 % shorter than the
-# measured one.
+# *Measured* is the rounds' median, with the least and the most; for *padding*, per useful token. *Step off by* −20 %: the
+# predicted step is 20 % shorter than the measured one.
 
 # %%
 fixes = ("workers", "batch size", "capture", "caching")
@@ -578,26 +580,17 @@ ours = reference_runs("10").select(experiment="diagnosis")
 lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": run for run in ours}))
 
 # %% [markdown]
-# To read the tables:
+# - **Size.** Predicted steps are off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %. Capture, whose
+#   row also changes optimizer and logging, saved 4 to 10 points less than promised.
+# - **Your formula**, with other loops' $r$ and $c$: a step takes 4 × (59.5 + 162) = 886 ms. With one worker it takes 4 × 162 =
+#   648, 27 % less. The tool said 24; we measured 30 to 34, unexplained. Four images at once: 238 + 162 = 400, 55 % less. The tool
+#   said 56; we measured 54 to 62.
+# - **Order.** Where units are the same and ranges apart, the first tested fix was the best: Stable Diffusion on our H100 and
+#   H200, and LLaVA. Here capture's and batch size's ranges touch; caching and workers swapped, and overlap.
+# - Each fix was tested alone. Gains don't add up: the first table's sum to 189 %.
 #
-# - *Measured* is the median of the rounds, with the least and the most. For *padding* the unit is time per useful token, since
-#   the step itself changes size.
-#
-# What they say:
-#
-# - In 17 of 18 rows, our H100's and H200's included, the predicted step is off by −26 to +17 %. The +32 % is no measurement: its
-#   rounds go from −43 to 62 %.
-# - The formula, with other loops' $r$ and $c$: a step takes 4 × (59.5 + 162) = 886 ms. With one worker it takes 4 × 162 = 648, 27 %
-#   less. The tool said 24; we measured 30 to 34, unexplained. Four images at once: 238 + 162 = 400, 55 % less. The tool said 56; we
-#   measured 54 to 62.
-# - For Stable Diffusion capture saved 4 to 10 points less than promised. Its row also changes optimizer and logging.
-# - By medians Stable Diffusion kept the order on our H100 and H200, LLaVA with two fixes. Qwen3's fixes have different units.
-#   Here caching and workers swapped, but their ranges overlap. So do capture's and batch size's; both are clearly above these
-#   two.
-# - The first table's measured gains sum to 189 %, so they can't add up. Only these rows were tested, each alone.
-#
-# **Takeaway.** A trace tells where the time goes. In three loops, where units were the same and ranges apart, the tool's first
-# tested fix was the best. It didn't propose the map. So profile, calculate with $r$ and $c$, change one thing, measure again.
+# **Takeaway.** A trace tells where the time goes. In two loops, one of them on two GPUs, the tool's first tested fix was the
+# best. It didn't propose the map. So profile, calculate with $r$ and $c$, change one thing, measure again.
 
 # %% [markdown]
 # ## Exercises
