@@ -19,8 +19,7 @@
 # # Lab 04 · Compile and capture
 #
 # Article A1 adds workers (lab 03), compiles the UNet, pins memory, and ends 2.96 times as fast as it began. You climb its rungs,
-# and go on: first the same work with less of the host, then less work for the same gradients. Most techniques stand in a cell of
-# their own; of the captured step a cell shows one micro-step.
+# and go on: first the same work with less of the host, then less work for the same gradients.
 #
 # **After this lab you can**
 # - compile a block, and say after how many steps that has paid;
@@ -98,8 +97,7 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # above. A speed-up is the median of ratios, round by round.
 #
 # Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Meanwhile other processes
-# compile the last rung's UNet and try two modes of the compiler. So a first step takes longer than it would alone. On a CPU the
-# UNet is not compiled.
+# compile the last rung's UNet and try two modes of the compiler. So a first step takes longer than it would alone.
 
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:
@@ -163,8 +161,8 @@ with lab.attempt("compiling a block"):
 # Compiling has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps, with $f$ a
 # first step and $t$ a later one. On the H200 merging saved 3.3 of the block's 7.7 ms: in so large a batch the chains' bytes
 # count, not launches. The UNet's kernels are small: there launches count. Where a model repeats a block, `block.compile()` on
-# each costs less at first: blocks of one shape share their code. This lab gave the compiler an empty cache. The second start of
-# your script finds its code in the cache on disk, and compiling pays sooner.
+# each costs less at first: blocks of one shape share their code. This lab gave the compiler an empty cache; your script's second
+# start finds its code on disk.
 #
 # Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
 #
@@ -183,10 +181,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# On this H200 the step fell by some 260 ms: 760 − 760 / 1.51, as 1.51 is a median of ratios. Its kernels fell by 25. So nine
-# tenths of the gain are the host's. Launches fell by a factor of 1.40, within 1.34 to 1.76; the kernels' time by 1.19. For the
-# UNet, $n = 143 / (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else compiles. The
-# gain exceeds the noise, but on an unsteady host no published time is judged.
+# On this H200 the step fell by some 260 ms: 760 − 760 / 1.51, as 1.51 is a median of ratios. Kernels fill 156 of 760 ms before,
+# 131 of 468 after: they explain at most a tenth of it, the host the rest. Launches fell by a factor of 1.40, within 1.34 to 1.76.
+# For the UNet, $n = 143 / (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else
+# compiles. The gain exceeds the noise, but on an unsteady host no published time is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -238,8 +236,9 @@ with lab.attempt("reduce-overhead, provoked and cured"):
 # It fails without a branch. A graph's results live in the graph's own memory, which its next run uses again. The first
 # `backward()` of a step leaves its gradients there, as `.grad`. The next micro-step overwrites them, and PyTorch notices.
 #
-# There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: tell PyTorch where an optimizer
-# step begins, so that its four micro-steps share no memory, and need more.
+# There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: unasked, PyTorch takes each
+# forward pass for a new step, and uses the last one's memory again. The mark says where a step begins: until the next one its
+# micro-steps share no memory, and need more.
 #
 # The course's loop tried two modes with accelerate's branch, each in a process of its own, on a small model. The third row is the
 # loop above.
@@ -449,7 +448,9 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # # each step: copy the batches into inputs, then graph.replay()
 # ```
 #
-# A learning rate that changes must be a tensor. PyTorch's generator gives each replay new random numbers.
+# Five rules. Warm up on a side stream: compiling and cuDNN's choice must be over before the capture. Put state back by `copy_`,
+# as the graph knows addresses. Shapes are fixed. A learning rate that changes is a tensor. Random numbers stay new: PyTorch's
+# generator sees to it.
 #
 # **Your prediction:** the compiled step's kernels take 131 ms on the H200; on a GPU section 1's table has yours. How many
 # milliseconds does the captured step take?
@@ -465,9 +466,9 @@ columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "kernels_per_step", 
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The captured step takes little more than its kernels. So it takes 136 ms on both H200s, with hosts whose stock loops took 777
-# and 1,036: the GPU sets the pace now. A slower CPU costs nothing as long as its workers, eight on this rung, keep up. Tracing
-# lengthens the gaps, so *GPU-busy* of a captured step is a lower bound.
+# The captured step takes little more than its kernels. It takes 136 ms on both H200s, with hosts whose stock loops took 777 and
+# 1,036: the GPU sets the pace now. A slower CPU should cost little, if its workers, eight on this rung, keep up. *GPU-busy* of a
+# captured step is a lower bound.
 #
 # **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. Uncompiled kernels take 156 ms: capture alone would
 # probably take little more.
@@ -478,28 +479,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 # **Question.** The GPU is busy now, and the step is still nine times its floor. Which of its work is only there because of how it
 # is laid out or cut up?
 #
-# Tensor cores want the channels of a pixel side by side. `channels_last` stores them so, and the convolution library need
-# not rearrange them at each call.
-
-# %%
-on_gpu = lab.device == "cuda"
-channels, side, dtype = (320, 64, torch.float16) if on_gpu else (64, 32, torch.float32)
-conv = nn.Conv2d(channels, channels, 3, padding=1, device=lab.device, dtype=dtype)
-image = torch.randn(4, channels, side, side, device=lab.device, dtype=dtype)
-conv_last = copy.deepcopy(conv).to(memory_format=torch.channels_last)
-image_last = image.to(memory_format=torch.channels_last)
-
-with torch.no_grad():
-    torch.testing.assert_close(conv_last(image_last), conv(image), rtol=1e-2, atol=1e-2)
-    for layer, x in ((conv, image), (conv_last, image_last)):
-        print(f"strides {x.stride()}: {1e3 * seconds(layer, x, times=50):.3f} ms")
-
-# %% [markdown]
-# A model gains only where no layer leaves the layout. Compiled GroupNorm leaves it, and each convolution after it copies.
-# `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in it.
+# First what is cut up, then layout, which the last rung uses.
 #
-# One image of 512 × 512 doesn't fill a large GPU either. Micro-batches are independent until their gradients are added, so
-# a graph may run them on four streams side by side.
+# One image of 512 × 512 doesn't fill a large GPU. Micro-batches are independent until their gradients are added, so
+# a graph may run them on four streams side by side. Backward runs each operation on the stream of its forward.
 
 # %%
 with lab.attempt("micro-batches side by side"):
@@ -533,8 +516,28 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Four streams take 51 of 136 ms away. The convolution above isn't captured, so part of its gain may be launches. What channels
-# last gains in the UNet isn't measured alone.
+# Four streams take 51 of 136 ms away.
+#
+# Tensor cores want the channels of a pixel side by side. `channels_last` stores them so, and the convolution library need
+# not rearrange them at each call.
+
+# %%
+on_gpu = lab.device == "cuda"
+channels, side, dtype = (320, 64, torch.float16) if on_gpu else (64, 32, torch.float32)
+conv = nn.Conv2d(channels, channels, 3, padding=1, device=lab.device, dtype=dtype)
+image = torch.randn(4, channels, side, side, device=lab.device, dtype=dtype)
+conv_last = copy.deepcopy(conv).to(memory_format=torch.channels_last)
+image_last = image.to(memory_format=torch.channels_last)
+
+with torch.no_grad():
+    torch.testing.assert_close(conv_last(image_last), conv(image), rtol=1e-2, atol=1e-2)
+    for layer, x in ((conv, image), (conv_last, image_last)):
+        print(f"strides {x.stride()}: {1e3 * seconds(layer, x, times=50):.3f} ms")
+
+# %% [markdown]
+# These two calls aren't captured, so part of the gain may be launches. A model gains only where no layer leaves the layout.
+# Compiled GroupNorm leaves it, and each convolution after it copies. `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py`
+# stays in it. What channels last gains in the UNet isn't measured alone.
 #
 # **Takeaway.** When the GPU is busy, ask whether its kernels fill it.
 
@@ -612,10 +615,9 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s. A step saves 28 ms, so caching pays
-# after about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*; its seven
-# settings weren't measured one by one. One batch of four takes the streams' place: it launches a layer's kernels once, not four
-# times. But it keeps the activations of four images. `layers='rewritten'`: section 5's GroupNorm, 1x1 convolutions, gated MLPs.
-# `cudnn_benchmark`: cuDNN keeps its fastest kernels.
+# after about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*. That isn't the
+# fold's worth: seven settings changed. One batch of four launches a layer's kernels once, where streams launch them four times.
+# This lab compares gradients on the small layer above; `tests/equivalence` does on a small UNet, in float32.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 
@@ -645,7 +647,7 @@ lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 # rounds, is 11 % less to 19 % more time. A filled rung exceeds it, but verdicts on times stay *inconclusive*.
 #
 # What is left on the last rung is kernels: below they add up to 24.1 of 25.0 ms. Which kind is farthest from its floor isn't
-# measured. Attention's exponentials (lab 00), the bytes of norms and the UNet's small deep levels are candidates.
+# measured.
 
 # %%
 def kinds(found):

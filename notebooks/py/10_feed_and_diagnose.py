@@ -173,8 +173,8 @@ lab.show(decodes, columns, experiment="decode")
 # %% [markdown]
 # These pictures are drawn: photographs may take other sizes and times.
 #
-# **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, and over a hundred times
-# as long as its second reading takes. Beside decoding, that is little. Section 3 adds resizing.
+# **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, 39.7 and 5.4 ms; the GPU
+# took 0.7 for a JPEG. To read a file that is already in memory took 0.2 ms or less. Section 3 adds resizing.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -245,8 +245,9 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 #     self.pixels = np.load(self.file, mmap_mode="r")
 # ```
 #
-# **Takeaway.** Where decoding sets the pace, decode once. A picture of 512 × 512 takes 0.79 MB in the map, for good. At 1080 ×
-# 1080 its PNG has 1.25, its JPEG 0.098. For random crops keep larger pictures, and crop in `__getitem__`.
+# **Takeaway.** A faster disk would save some 2 % of reading and decoding these PNGs. The map leaves 0.25 ms of 40, and takes 0.79
+# MB on disk for each picture of 512 × 512, whatever it shows. For random crops map larger pictures, and crop in `__getitem__`.
+# Whether your step gains is section 3's question.
 
 # %% [markdown]
 # ## 3 · When the format matters
@@ -340,16 +341,20 @@ with lab.attempt("the law's picture"):
 # | PNG, 4 workers | max(162, 238 / 4) = 162 | 173 |
 # | memory map, 4 workers | max(162, 6 / 4) = 162 | 171 |
 #
-# The first three rows' $r$ is from the same steps: only the last two test the formula, and in both $c$ decides. Where $r / w$
-# decides, section 5 has the only test: there the step takes 1.7 to 1.8 times as long.
+# The first three rows add two measured parts: they check only that the parts add up, within 5 %. The last two are predictions,
+# 162, measured 173 and 171. In both $c$ decides. Where $r / w$ decides, section 5 has the test: there the step is 1.7 to 1.8
+# times the formula's.
 #
-# Workers or the map remove nearly all waiting; both together show no more. With four workers the map would gain only if $c$ fell
-# below 60 ms.
+# Workers or the map remove nearly all waiting; both together gain no more, unless $c$ falls below 238 / 4 = 60 ms.
 #
-# **A picture's $r$:** a PNG takes 59.5 ms, a JPEG 25.3. Decoding is 39.7 and 5.4 of these, the other 20 probably resizing and
-# conversion. So a GPU's decoder alone would leave a JPEG about 20 ms; it wasn't in the loop. From the map 1.4 are left, from
-# memory 1.5, on our H100 1.4 and 1.3: about the same. Section 2's 0.25 was `Mapped` alone; what else the loop does wasn't taken
-# apart.
+# | a picture, ms | $r$ | decoding | the rest |
+# |---|---|---|---|
+# | PNG | 59.5 | 39.7 | 19.8 |
+# | JPEG | 25.3 | 5.4 | 19.9 |
+# | memory map | 1.4 | none | 1.4 |
+#
+# The rest is equal for both formats: probably resizing and conversion, not timed. A faster decoder can't remove it, the map does:
+# it costs no more than pictures in memory.
 #
 # **In your own loop:**
 #
@@ -366,7 +371,7 @@ with lab.attempt("the law's picture"):
 #
 # **Takeaway.** Measure $r$ and $c$. By the formula you need at least $r / c$ workers: here 238 / 162, so two. We tried only four.
 # With that many, only a smaller $c$ shortens the step: here 162 ms, with a floor of 15. If $r / c$ is more than your cores,
-# workers help, 89 % in section 5, but you must also lower $r$: decode and resize once.
+# workers alone can't reach $c$: also decode and resize once.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
@@ -555,11 +560,12 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # workers, no cache. Each fix, with the settings that it needs, alternates with the unchanged loop
 # (`labutils/tools/ablations.py`). We chose these four before measuring:
 #
-# - *Workers*: one is enough. An image's $r$ is 59.5 ms (section 3), less than $c$, about 162 (section 4's 646 / 4).
+# - *Workers*: micro-batches are of *one* image here. Its $r$ is 238 / 4 = 59.5 ms, its $c$ 646 / 4 = 162 (section 4). $r$ is less
+#   than $c$, so one worker is enough.
 # - *Caching* keeps the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
-# - *Batch size* trains four images at once. Section 3's steps of four took 171 to 173 ms, so $c$ hardly grows: probably the host
-#   sets the pace.
+# - *Batch size* pays $c$ once for four images. Section 3's $c$ for *four* is also 162, by chance the same number; on our H100
+#   four took 12 to 17 % longer than one. Probably the host sets the pace.
 #
 # Before you look: what does the formula promise for *workers* and *batch size*?
 #
@@ -582,15 +588,20 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # %% [markdown]
 # - **Size.** Predicted steps are off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %. Capture, whose
 #   row also changes optimizer and logging, saved 4 to 10 points less than promised.
-# - **Your formula**, with other loops' $r$ and $c$: a step takes 4 × (59.5 + 162) = 886 ms. With one worker it takes 4 × 162 =
-#   648, 27 % less. The tool said 24; we measured 30 to 34, unexplained. Four images at once: 238 + 162 = 400, 55 % less. The tool
-#   said 56; we measured 54 to 62.
-# - **Order.** Where units are the same and ranges apart, the first tested fix was the best: Stable Diffusion on our H100 and
-#   H200, and LLaVA. Here capture's and batch size's ranges touch; caching and workers swapped, and overlap.
+# - **Your formula**, with other loops' $r$ and $c$: a step takes 4 × (59.5 + 162) = 886 ms, with one worker 4 × 162 = 648, with
+#   four images at once 238 + 162 = 400.
+# - **Order.** The first tested fix was clearly the best for Stable Diffusion on our H100 and H200, and for LLaVA, which had two.
+#   Here capture and batch size overlap, and caching and workers swapped.
 # - Each fix was tested alone. Gains don't add up: the first table's sum to 189 %.
 #
-# **Takeaway.** A trace tells where the time goes. In two loops, one of them on two GPUs, the tool's first tested fix was the
-# best. It didn't propose the map. So profile, calculate with $r$ and $c$, change one thing, measure again.
+# | fix | your formula | the tool | measured |
+# |---|---|---|---|
+# | workers | 27 % | 24 % | 30 to 34 % |
+# | batch size | 55 % | 56 % | 54 to 62 % |
+#
+# **Takeaway.** A trace tells where the time goes. Wherever units and ranges let us judge, the first tested fix was the best, or
+# level with it. For the script the tool didn't propose the map. So profile, calculate with $r$ and $c$, change one thing, measure
+# again.
 
 # %% [markdown]
 # ## Exercises
