@@ -23,8 +23,8 @@
 # workstation card wins on long texts. The article blames the H100's *host*: its CPU hands out work too slowly. But the H100 also
 # ran half the batch. Can that explain the order?
 #
-# You write a model of ten lines that predicts a step from its launches. In section 4 it's at most 11 % off; refined, at most 20
-# in all our runs. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. In section 4 it's at most 11 % off; refined (section 5),
+# at most 20 %. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -454,8 +454,8 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # *Host, ms* is the same in all rows of a model by rule 3, not by measurement. On our H200 the larger sum is within 10 % in five
-# rows. In *moe*, 2,048, sums are close, with 463 waits: the larger is 25 % off, the replay 6. In *moe*, 256 and 1,024, launches
-# alone take 161 ms: $c$ is too large, or what a wait adds.
+# rows. In *moe*, 2,048, sums are close, with 463 waits: the larger is 25 % off, the replay 6. In *moe*, 256 and 1,024, $c$ is too
+# large by 2 to 3 %; then waits add 5 and 13 ms.
 #
 # **Takeaway.** A trace and a short step predict a step, on our H200 within 11 %.
 
@@ -571,7 +571,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 # *Dense*: kernels decide, 370 ms against launches of 277 or, *again*, 340.
 #
 # *Loop*: the host decides, launches of 1,249 or 1,137 ms against kernels of 498. The GPU idles 64 or 56 %. The same step took
-# 1,372, then 1,140 ms. *Again*, launches alone explain it; the replay is 11 % over.
+# 1,372, then 1,140 ms. *Again* takes its launches' sum; the replay is 11 % over.
 #
 # **Takeaway.** Kernels decide *dense*, launches *loop*.
 
@@ -887,10 +887,9 @@ plt.show()
 # | RTX PRO | 12.3 | 15.8 |
 # | H100 | 12.5 | 11.1 for 16 |
 #
-# On short texts unequal cards differ by 2 %: hosts seem to decide, and to be alike. The H100's 16 long texts have 3.7 times the
-# tokens of 32 short ones, and take a tenth less: its host may decide there, too. If it still did with 32, a step would take 11.1
-# to 12.5 s, and the H100 would win. So half a batch can explain the order, if the article looped over experts, and a step of 32
-# takes under 15.8 s.
+# On short texts unequal cards differ by 2 %: hosts seem to decide, and to be alike. The H100's 16 long texts, unpadded 3.7 times
+# the tokens of 32 short ones, take 11 % less: its host may decide there, too. If it did with 32, they would take 11.1 to 12.5 s,
+# and the H100 would win. So half a batch can explain the order, if the article looped over experts.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1044,7 +1043,7 @@ for place, name in enumerate((BLACKWELL, H100)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Padded, the H100 would reach 96 % of its peak, too much to believe; not padded, 39 %. So it can't have padded all to 2,045.
+# Padded, the H100 would reach 96 % of its peak, too much to believe; not padded, 39 %. So it hardly padded all to 2,045.
 #
 # **Takeaway.** Examples an hour are at most peak FLOPs an hour over the FLOPs of an example.
 
@@ -1322,9 +1321,9 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** With like hosts and batches the slower card loses by construction. With 16 on the H100 it is 1.2 to 1.6 times as
-# fast at 23 µs, from our kernels to shortened ones, and 1.0 to 1.4 at 20; the article: 1.3 to 1.4. At 18, or padded at 20, it can
-# lose. A slower host for the H100 alone wasn't tried.
+# **Answer.** With like hosts and batches the slower card loses in our model. With 16 on the H100 it is 1.2 (our kernels) to 1.6
+# (shortened) times as fast at 23 µs, and 1.0 to 1.4 at 20; the article: 1.3 to 1.4. At 18, or padded at 20, it can lose. A slower
+# host for the H100 alone wasn't tried.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

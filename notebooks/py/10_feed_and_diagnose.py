@@ -254,8 +254,8 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 #
 # **Question.** When does a faster decoder, a cache or another worker shorten the step?
 #
-# **Technique.** Lab 03's formula. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes at most
-# $r + c$: the GPU may still compute while the host decodes. With $w$ workers it takes at least $\max(c, r / w)$. A faster decoder
+# **Technique.** Lab 03's formula. A micro-batch takes $r$ to make and $c$ to train on. Without workers a micro-step takes about
+# $r + c$, less if the GPU computes while the host decodes. With $w$ workers it takes at least $\max(c, r / w)$. A faster decoder
 # and a cache lower $r$. Another worker raises $w$. Nothing here makes a step shorter than $c$.
 
 
@@ -341,7 +341,7 @@ with lab.attempt("the law's picture"):
 # | PNG, 4 workers | max(162, 238 / 4) = 162 | 173 |
 # | memory map, 4 workers | max(162, 6 / 4) = 162 | 171 |
 #
-# The first three rows add two measured parts: they check only that the parts add up, within 5 %. The last two are predictions,
+# The first three rows add two measured parts: they check only that the parts add up, within 5 %. The last two are predictions:
 # 162, measured 173 and 171. In both $c$ decides. Where $r / w$ decides, section 5 has the test: there the step is 1.7 to 1.8
 # times the formula's.
 #
@@ -569,8 +569,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 #
 # Before you look: what does the formula promise for *workers* and *batch size*?
 #
-# *Measured* is the rounds' median, with the least and the most; for *padding*, per useful token. *Step off by* −20 %: the
-# predicted step is 20 % shorter than the measured one.
+# *Predicted* and *measured*: percent of the step saved; the rounds' median, with the least and the most; for *padding*, of the
+# time per useful token. *Step off by* −20 %: the predicted step is 20 % shorter than the measured one.
 
 # %%
 fixes = ("workers", "batch size", "capture", "caching")
@@ -586,22 +586,22 @@ ours = reference_runs("10").select(experiment="diagnosis")
 lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": run for run in ours}))
 
 # %% [markdown]
-# - **Size.** Predicted steps are off by −26 to +17 %. The +32 % is no measurement: its rounds go from −43 to 62 %. Capture, whose
-#   row also changes optimizer and logging, saved 4 to 10 points less than promised.
+# - **Size.** Predicted steps are off by −26 to +17 %, one by +32; but its rounds saved from −43 to 62 %. Capture, whose row also
+#   changes optimizer and logging, saved 4 to 10 points less than promised.
 # - **Your formula**, with other loops' $r$ and $c$: a step takes 4 × (59.5 + 162) = 886 ms, with one worker 4 × 162 = 648, with
 #   four images at once 238 + 162 = 400.
-# - **Order.** The first tested fix was clearly the best for Stable Diffusion on our H100 and H200, and for LLaVA, which had two.
-#   Here capture and batch size overlap, and caching and workers swapped.
-# - Each fix was tested alone. Gains don't add up: the first table's sum to 189 %.
+# - **Order.** The tested fix ranked first was clearly the best for Stable Diffusion on our H100 and H200, and for LLaVA, which
+#   had two. Here capture and batch size overlap, and caching and workers swapped.
+# - Each row was tested alone. Gains don't add up: the first table's sum to 189 %.
 #
 # | fix | your formula | the tool | measured |
 # |---|---|---|---|
 # | workers | 27 % | 24 % | 30 to 34 % |
 # | batch size | 55 % | 56 % | 54 to 62 % |
 #
-# **Takeaway.** A trace tells where the time goes. Wherever units and ranges let us judge, the first tested fix was the best, or
-# level with it. For the script the tool didn't propose the map. So profile, calculate with $r$ and $c$, change one thing, measure
-# again.
+# **Takeaway.** A trace tells where the time goes. Wherever units and ranges let us judge, the tested fix ranked first was the
+# best, or level with it. For the script the tool didn't propose the map. So profile, calculate with $r$ and $c$, change one
+# thing, measure again.
 
 # %% [markdown]
 # ## Exercises

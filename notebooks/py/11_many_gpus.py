@@ -267,11 +267,11 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # %% [markdown]
 # 256 MiB, the largest message, reached 297 GB/s: the answer to section 1.
 #
-# - *Here* compare *each for itself*, which sends nothing, with *DDP*. With all weights DDP took 39 ms longer by the columns'
-#   medians, 24 round by round (9 to 72, not printed); with LoRA 2 and 5. One process's rate, measured again, differed by −14 to
-#   +3 % with all weights, so none of this decides.
+# - *Here*: compare *DDP* with *each for itself*, which sends nothing. With all weights DDP took 39 ms longer; the rounds' median
+#   difference is 24 (9 to 72, not printed). With LoRA: 2 and 5. One process's rate, measured again, differed by −14 to +3 %, with
+#   LoRA by 0 to +10: no time decides.
 # - *Ours*, two H200s elsewhere, from one process to DDP: 130 to 202 ms with all weights, efficiency 64 %; with LoRA 172 to 191,
-#   90 %. This includes what a second busy process costs.
+#   90 %. A part may be the second process, whether it sends or not.
 #
 # *Predicted* is the bound, no forecast: on NVLink it adds at most 0.1 ms, for what is sent after the last gradient. NCCL's use of
 # the GPU, copies and waiting weren't separated.
@@ -374,9 +374,9 @@ lab.verdict("A4.memory.fsdp")
 # **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. FSDP saved 15 bytes a parameter, not 12; we didn't
 # look for the other 3.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *Sync each* took 706 and, *again*, 664 ms; *no_sync* 578, run once.
-# FSDP against DDP: with all weights 13.2 GB less for a step 27 % longer; with LoRA under 1 GB less for 16 %, as it gathers frozen
-# weights, too. The machine was unsteady: take directions, not percentages.
+# **Time.** In *gradients*, – is one micro-batch, else four. *Sync each* took 706 and 664 ms, *no_sync*, run once, 578. With all
+# weights FSDP saved 13.2 GB of DDP's, and its step took 27 % longer; with LoRA under 1 GB and 16 %: it gathers frozen weights,
+# too. The machine was unsteady: no time decides.
 #
 # **What a trace shows.** *Unhidden* is time when NCCL's kernel runs, even if only waiting, and nothing computes. The profiler
 # slows the step, too. So this share isn't DDP's cost.
@@ -402,7 +402,7 @@ ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gp
 plt.show()
 
 # %% [markdown]
-# The profiler slows each row differently: compare patterns, not lengths. A bar of NCCL is sending, *or waiting for the other
+# The profiler slows each row differently: compare patterns, not lengths. *Communicating* is sending, *or waiting for the other
 # rank*. In *ddp, full* the first 66 ms come before this step has a gradient, so they aren't its sending; we didn't look for what
 # they are.
 #
@@ -420,10 +420,10 @@ plt.show()
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
 # **Technique.** A step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step: for the UNet
-# with all weights 3.44 GB / 0.145 s, 23.7 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. Of two ranks the efficiency is at most
-# the link's rate over $R$, or 100 %. 100 GbE carries 12.5 GB/s: 53 %. Of N ranks divide by 2(N − 1)/N, too: 30 % for eight. Below
-# 1/N, N GPUs lose to one: that network is *excluded*. The code sharpens this by section 2's bound: gradients come only in the
-# backward pass.
+# with all weights 3.44 GB / 0.145 s, 23.7 GB/s; for Qwen3 0.21, for the UNet's LoRA 0.017. Two ranks' efficiency is at most the
+# link's rate / $R$, and 100 %. 100 GbE carries 12.5 GB/s: 53 %. For N ranks, one a host, divide by 2(N − 1)/N: 30 % for eight.
+# Below 1/N, N GPUs lose to one: that network is *excluded*. The code sharpens this by section 2's bound: gradients come only in
+# the backward pass.
 
 # %%
 networks = {"1 GbE": 0.125, "10 GbE": 1.25, "100 GbE": 12.5, "400G InfiniBand": 50, "NVLink": 450}
@@ -456,10 +456,10 @@ plt.show()
 #
 # The table is for two H100s, one micro-batch and float32 gradients; BF16 or `no_sync` needs less. 25 and 40 GbE lie below 100, so
 # they are excluded for all weights, too. The 44 becomes 49 if one process's step is really 16 % longer (its rate 14 % lower, the
-# noise): still excluded. For eight ranks 30 % is above 1/8: not excluded, and still a poor buy.
+# noise): still excluded. For eight hosts 100 GbE's 30 % is above 1/8: not excluded, but at most 2.4 GPUs' work.
 #
-# **Takeaway.** Compute $R$ before you rent. The bound excludes, it promises nothing: with all weights on NVLink section 2
-# measured 78, unsteady, and 64 %.
+# **Takeaway.** Compute the bound before you rent. It excludes, it promises nothing: on NVLink section 2 measured 78 % with all
+# weights, unsteady.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
