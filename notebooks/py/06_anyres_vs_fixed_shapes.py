@@ -408,8 +408,8 @@ for merge, where in ways.items():
 torch.compiler.reset()
 
 # %% [markdown]
-# **Your prediction:** how many recompilations the first steps on the article's images take, with the published model compiled as
-# a whole. Images have one length here, answers don't, and each piece between graph breaks is compiled by itself.
+# **Your prediction:** how many recompilations do six steps (`tiny`: three) on the article's images take, the published model
+# compiled as a whole? Images have one token count here, answers don't, and each piece between graph breaks is compiled by itself.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -436,9 +436,9 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# *uniform*: images have one number of tokens, so they cause none. In step 2 an answer is a token longer. As in the toy, a second
-# length is compiled anew, but here for each piece: probably the 8. With padded text, not shown, 3 were left. *varied*: 8 more by
-# step 6; `torch._dynamo.utils.get_compilation_metrics()` lists why.
+# *uniform*: images have one number of tokens, so they cause none. In step 2 an answer is a token longer. As in the toy, pieces
+# are then compiled anew: probably step 2's 8. Step 1's 3 stay if text is padded (not shown). *varied*: 19 by step 6;
+# `torch._dynamo.utils.get_compilation_metrics()` lists why.
 #
 # **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
 # open.
@@ -968,18 +968,17 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *In all* counts steps, but *fixed*'s step has 1,190 useful tokens an image, not 2,942: a million take *compile* 120 s, *fixed*
-# 179.
+# *In all*: 2,000 steps. But *fixed*'s have 1,190 useful tokens an image, not 2,942: a million take *compile* 130 s, *fixed* 186.
 #
-# **Takeaway.** First decide what to train on. At batch 4, by an unsteady machine's times:
+# **Takeaway.** First decide: full images or small squares? At batch 4, by an unsteady machine's times:
 #
 # | you need | take |
 # |---|---|
-# | small squares | *fixed*, from step 6, or 15 if step 2 compiles as long |
-# | full images | *fp8-te* from step 6, *compile* after some 30, or 80 |
-# | under 20 GB | *qlora*; it saves memory up to batch 10 |
+# | small squares | *fixed*: no other method was run on them |
+# | full images | *fp8-te*; after some 30 steps *compile*, or 80 if its step 2 compiles as long |
+# | under 20 GB | of those timed *qlora*, up to batch 5 |
 #
-# Not run: *fixed* in FP8, unpadded squares, the whole model compiled.
+# Not timed: *fp8-frozen*, squares in FP8 or unpadded, the whole model compiled.
 
 # %% [markdown]
 # ## Exercises

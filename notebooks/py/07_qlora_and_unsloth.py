@@ -378,9 +378,9 @@ with lab.attempt("SFTTrainer"):
     torch.testing.assert_close(torch.tensor(said), torch.tensor(losses), rtol=0.01, atol=0)
 
 # %% [markdown]
-# On our H200 both losses fall by 0.02, and differ by 0.001.
+# On our H200 both losses fall by 0.02, and differ by 0.001 at most.
 #
-# How much is trained, and what share of the bytes? Shapes tell, on *meta*.
+# How much is trained, and what share of the bytes? Shapes tell: the *meta* device.
 
 # %%
 qwen3_8b = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
@@ -506,9 +506,9 @@ lab.verdict("A3.qlora.cause")
 #
 # - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
 # - *Host:* its 50 ms hardly show: gaps grow from 22 to 25.
-# - *Formula:* 8 to 10 % too low, on both models.
+# - *Formula:* 8 % too low; on LLaVA 10.
 #
-# **Takeaway.** 4 bits alone: 5 % more time, 16 to 40 ms, and 10 GB less. Restoring takes 17 ms.
+# **Takeaway.** 4 bits alone add 20 ms (16 to 40), and save 10 GB. Restoring takes 17 ms.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -602,8 +602,8 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 #
 # Offloading saved 2.3 of 34.1 GB: all checkpoints are 2.4 GB. No cost in time shows.
 #
-# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, which the verdict compares; checkpoints are 39 of the 62.
-# With checkpoints in both, its kernels take 14 % more, 179 ms: restoring 26, elementwise and casts 154, probably float32.
+# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, as in the verdict; checkpointing 39, interval 38 to 55.
+# With checkpoints in both, QLoRA's kernels take 14 % more, in one trace: restoring 26 ms, float32 probably 154.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -636,8 +636,8 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# The order of LoRA's products can't separate them: both take $(xA^\top)B^\top$. What would $x(BA)^\top$ cost, a matrix as large
-# as the weight?
+# unsloth and PEFT take LoRA's products in one order, $(xA^\top)B^\top$. What would $x(BA)^\top$ cost? $BA$ is as large as the
+# weight.
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
 # 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
@@ -799,7 +799,7 @@ if rival and rival.ok and ours.ok:
 # gradients.
 #
 # - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; only the first pair is shown.
-#   Unsloth's vary by 74 %; why is open. So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are
+#   They differ by up to 74 %; why is open. So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are
 #   1.2 of the 1.5.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 #

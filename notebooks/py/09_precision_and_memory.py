@@ -96,15 +96,16 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # One comparison measures all switches, and the sections below take their rows from it (`labutils/labs/lab09_toggles.py`):
 #
 # ```python
+# others = ["float32", *switches]  # but base
 # for turn in range(rounds):
-#     for name in ["base", *switches, "base again"][:: -1 if turn % 2 else 1]:
+#     for name in ["base", *others, "base again"][:: -1 if turn % 2 else 1]:
 #         ms[name].append(step_ms(name))
-# # A switch's effect: the median over rounds of its ms over its base's
+# # A switch's effect: the median, over rounds, of its ms / its base's
 # ```
 #
 # To read the tables:
 #
-# - *time*: that median, with its interval of 95 %. It can differ from the ratio of the two steps.
+# - *time*: this effect, with its 95 % interval. It can differ from the ratio of the two steps.
 # - *floor*: the time of the step's FLOPs, without recomputing, at your card's rate in the row's fastest format.
 # - *base again*: nothing changed: the noise, in this text −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and verdicts on
 #   time stay open. The text says *probably* if a change is far outside the noise.
@@ -389,9 +390,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # **Who sets the pace?** On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
-# together take 124. So the GPU's work hardly matters: the host probably sets the pace. Then count launches, not FLOPs.
-# Checkpointing adds a second forward pass, launched from Python, and bookkeeping of its own: together 85 % by medians, 94 by
-# rounds, interval 52 to 117. How much is which, only a trace can say (lab 02).
+# together take 124. So probably the host sets the pace, not the GPU's work. Then count launches, not FLOPs. Checkpointing adds a
+# second forward pass, launched from Python, and bookkeeping of its own: together 85 % more time, by rounds 94, interval 52
+# to 117. A trace can tell the two apart (lab 02).
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
@@ -453,8 +454,8 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# Of the switches on *base* the three that save much memory probably lengthen the step. The strict rule counts none as sure, hence
-# the last verdict.
+# Of the switches on *base* the three that save much memory probably lengthen the step. Unsteady, none counts as sure: hence the
+# last verdict.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
 #   the step (lab 04).
@@ -541,12 +542,12 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
 # Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. The last term is the H200's:
-# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **A real model needs two additions**, which
-# `labutils/training/peak_memory.py` makes: results and copies in 16 bits, as `autocast("cuda")` does nothing on *meta*; and an
+# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **A real model's ledger needs two additions**
+# (`labutils/training/peak_memory.py`): results and copies in 16 bits, as `autocast("cuda")` does nothing on *meta*; and an
 # imitation of fused attention. cuDNN's workspaces are not predicted, section 2 says why.
 #
-# **Your prediction:** three models, each with everything kept, checkpointed and selectively checkpointed. Stable Diffusion is at
-# batch 4 here. By how many percent is the worst of the nine predictions off on the H200?
+# **Your prediction:** three models, each with checkpointing *off*, by *blocks* and *selective*. Stable Diffusion is at batch 4
+# here. By how many percent is the worst of the nine predictions off on the H200?
 
 # %%
 my_worst: float | None = None  # for example 10
@@ -588,8 +589,8 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. Its three are 0.1 GB too low, we don't know why;
-# the others at most 0.3 % off.
+# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. That model's three are 0.1 GB too low, we don't
+# know why; the others at most 0.3 % off. The phases miss up to 0.03 GB of the peak.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
 #
@@ -613,7 +614,7 @@ for mode in ("off", "blocks"):
 # On the H200 section 3 measured 11.5 and 4.34 GB: the second is a little too high; the table's, at batch 4, was too low.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card, if
-# convolutions may use TF32 or 16 bits. It is *allocated* memory: leave room for what PyTorch reserves, and for CUDA.
+# convolutions may use TF32 or 16 bits. Leave room: PyTorch keeps freed memory, and CUDA itself takes some.
 
 # %% [markdown]
 # ## 6 · Out of memory, on purpose
