@@ -38,7 +38,7 @@
 #
 # `full` trains llava-v1.6-mistral-7b.
 #
-# On a first reading skip section 3's formula, section 6's loss, and sections 7 and 8.
+# On a first reading skip section 6's loss, and sections 7 and 8.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -228,7 +228,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# **Takeaway.** Padding depends on the batch: images of one size need almost none, *fixed* has 42 %.
+# **Takeaway.** Padding depends on the batch: *fixed* has 42 %.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -267,9 +267,8 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 # You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
 # differ by more than 3 %, the machine is *unsteady*, and no time decides.
 #
-# Read *step*, *useful tokens/s* and *peak* first. *step* is a median; rates and *MFU* use means, where one slow step shows.
-# *Data* is waiting for images. *Floor* is FLOPs at your card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's.
-# Both leave out what is computed again.
+# *Step* is a median; rates and *MFU* use means, where one slow step shows. *Data* is waiting for images. *Floor* is FLOPs at your
+# card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's. Both leave out what is computed again.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -417,7 +416,7 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Only the tracer, Dynamo, runs, on the smallest model; `tiny`: three steps.
+# Only the tracer, Dynamo, runs, on the smallest model.
 
 # %%
 small = {
@@ -502,9 +501,9 @@ lab.table(sums(Runs([*seen, *on_record])))
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
-# If time follows FLOPs, *rest* is left for constant shapes and all not counted: 7 points in the article if 11 % goes with 47 and
-# 20 with 53, else 1 or 13. Our H200s: 2 to 4; by the speed-ups' intervals, 1 to 11 at batch 4. *fp8-te*'s floor falls by 47 %,
-# its time by at most 19 %.
+# At batch 4, from *compile* to *fixed*, FLOPs fall to 68 %, time to 63 % (867 of 1,377 ms). The gap, 3.6 % of BF16's step, is
+# *rest*: no more for constant shapes, if time follows FLOPs, which wasn't tested. Our H200s: 2 to 4 points, by the intervals'
+# ends 1 to 11. The article: 7, or 1 or 13 if its ranges' ends belong the other way round.
 #
 # FLOPs without padding to 2,048:
 
@@ -515,8 +514,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes
-# at most the rest. Unpadded squares need 39 % of the FLOPs, not 68.
+# **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and a few points
+# are left for constant shapes.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -525,8 +524,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 # shapes. How fast can AnyRes be today?
 #
 # **Is one length faster by itself?** One full image a step. Rows are as long as they come (*blocks compiled*) or padded to one
-# length (*padded*). Both get the same images, and no block is computed again: don't compare with section 3's times. Compare ms
-# for 1,000 computed tokens; *useful tokens* is a share.
+# length (*padded*). Both get the same images, and no block is computed again: don't compare with section 3's times.
 
 # %%
 uniform.release_weights()
@@ -543,7 +541,7 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# *Padded* took 8 % less time a computed token, within the noise. The claim stays open.
+# *Padded* took 8 % less time a computed token, within the noise.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -572,8 +570,16 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
 # window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal; older versions take
-# `is_causal=True`. Each label is predicted from the token before it, so let each example's first be −100. Positions start anew:
-# `position_ids = torch.cat([torch.arange(n) for n in lengths])[None]`.
+# `is_causal=True`. A batch of `collate`, packed:
+#
+# ```python
+# keep = batch["attention_mask"].bool()
+# lengths = keep.sum(1).tolist()
+# ids, labels = batch["input_ids"][keep][None], batch["labels"][keep][None]
+# position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
+# ```
+#
+# `pixel_values` stay: image tokens keep their order. Each example's first label must be −100, as it is here.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -632,11 +638,11 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images. *packed*: 61.5,
-# but 59 GB, not 27, four times the tokens a step, and 12 % fewer an image.
+# *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images.
 #
-# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. All rungs together
-# probably halve a useful token's time. *packed*'s part, 1.13x, is open, and takes twice the memory.
+# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. On the same images the
+# first two rungs make it 1.7 to 1.85 times as fast. *packed* added 1.13x, with four times the tokens a step and twice the memory:
+# open.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -968,7 +974,8 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *In all*: 2,000 steps. But *fixed*'s have 1,190 useful tokens an image, not 2,942: a million take *compile* 130 s, *fixed* 186.
+# *In all*: 2,000 steps. But *fixed*'s have 1,190 useful tokens an image, not 2,942: a million useful tokens take *compile* 120 s,
+# *fixed* 179, first steps not counted.
 #
 # **Takeaway.** First decide: full images or small squares? At batch 4, by an unsteady machine's times:
 #
@@ -976,7 +983,8 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # |---|---|
 # | small squares | *fixed*: no other method was run on them |
 # | full images | *fp8-te*; after some 30 steps *compile*, or 80 if its step 2 compiles as long |
-# | under 20 GB | of those timed *qlora*, up to batch 5 |
+# | full images, 20 GB | *compile* at batch 2: 19.4 GB |
+# | full images, under 17 GB | *qlora*, up to batch 4: 16.9 GB |
 #
 # Not timed: *fp8-frozen*, squares in FP8 or unpadded, the whole model compiled.
 

@@ -513,8 +513,8 @@ lab.verdict("A3.qlora.cause")
 # %% [markdown]
 # ## 5 · What comes with QLoRA
 #
-# **Question.** Checkpointing computes each block again. unsloth also sends what a checkpoint keeps to the host. The article
-# quotes 1.9 % more time for 30 % less memory. What do they save and cost here?
+# **Question.** Checkpointing computes each block again. What does each of QLoRA's three changes cost? And what does it save to
+# send checkpoints to the host, as unsloth does? Published: 30 % of memory for 1.9 % more time.
 #
 # **Technique.** PyTorch lets you say how a tensor is kept for the backward pass. Six lines send it to the host.
 
@@ -602,8 +602,9 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 #
 # Offloading saved 2.3 of 34.1 GB: all checkpoints are 2.4 GB. No cost in time shows.
 #
-# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, as in the verdict; checkpointing 39, interval 38 to 55.
-# With checkpoints in both, QLoRA's kernels take 14 % more, in one trace: restoring 26 ms, float32 probably 154.
+# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, as in the verdict, and 17 % longer than LoRA with them.
+# Checkpointing is most of it. Kernels take 14 % more with checkpoints in both, in one trace: restoring 26 ms, float32 probably
+# 154.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -636,7 +637,7 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# unsloth and PEFT take LoRA's products in one order, $(xA^\top)B^\top$. What would $x(BA)^\top$ cost? $BA$ is as large as the
+# First an order of LoRA's products that both share, $(xA^\top)B^\top$. What would $x(BA)^\top$ cost? $BA$ is as large as the
 # weight.
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
@@ -677,7 +678,8 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels.
+# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. The course compiles
+# its recipes before unsloth is timed.
 
 # %%
 bench = Benchmark(texts["long"], same_batches=True)
@@ -752,9 +754,9 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes.** *Published* is the library's code. Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4
-# bits and checkpoints. These change: *plain* adapters, no casts to float32, *rewritten* forward pass, *fused* loss by chunks,
-# compiled blocks, packed rows. *nf4-frozen* restores by look-ups:
+# **The recipes.** Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4 bits and checkpoints. These change:
+# *plain* adapters, no casts to float32, *rewritten* forward pass, *fused* loss by chunks, compiled blocks, packed rows.
+# *nf4-frozen* restores by look-ups:
 
 # %%
 compared = {name: recipe for name, (recipe, _) in lab07_qlora.METHODS["long"].items()}
@@ -795,12 +797,10 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better; memory is on a log scale; the left green dot is *packed, 4 bits*. FP8 also rounds activations and
-# gradients.
+# Up and to the left is better; the left green dot is *packed, 4 bits*. FP8 also rounds activations and gradients.
 #
 # - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; only the first pair is shown.
-#   They differ by up to 74 %; why is open. So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are
-#   1.2 of the 1.5.
+#   Why is open. So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are 1.2 of the 1.5.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 #
 # **Takeaway.** On packed rows our compiled recipe is not slower than unsloth, and takes 20 % more memory. With 40 GB compiled 16
