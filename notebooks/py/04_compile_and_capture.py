@@ -309,7 +309,7 @@ ring.send()
 assert ring.read() == losses.tolist()
 
 # %% [markdown]
-# With the ring the host is free at once. The GPU takes as long as before.
+# On a GPU the ring leaves the host free at once.
 #
 # A GradScaler asks, too: did a gradient overflow? The fused AdamW gets the answer as a tensor. It updates all parameters in a few
 # kernels, and `capturable=True` lets a graph capture it.

@@ -154,7 +154,7 @@ def check_compiler() -> Iterator[Finding]:
         except OSError as error:
             problem = str(error)
     if problem:
-        why = "torch.compile builds C++ with it; lab 04 would skip its compiled rungs."
+        why = "torch.compile builds C++ with it; labs would skip what they compile."
         do = "xcode-select --install" if is_mac else "sudo apt install g++ python3-dev"
         yield Finding("C++ compiler", WARN, f"{compiler} fails: {problem}", why, do)
     else:

@@ -73,7 +73,7 @@ def main(results: Path | None, out: Path | None, labs: Sequence[str] = ()) -> in
         print(f"labutils handouts: no lab in {folder} can be given out.", file=sys.stderr)
         return WRONG_USAGE
     for edition in editions.EDITIONS:
-        print(f"{count} labs, {edition}’s edition: {target / edition / 'index.html'}")
+        print(f"Labs: {count}, {edition}’s edition: {target / edition / 'index.html'}")
     return A_LAB_LEFT_OUT if left_out else MADE
 
 

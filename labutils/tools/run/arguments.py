@@ -169,7 +169,7 @@ def results_folder(asked: Path | None, labs: Sequence[Lab]) -> tuple[Path, IO[st
     except (OSError, ValueError) as error:
         raise UsageError(
             f"Results can't be kept in {str(given or default)!r}: {error}. Nothing was run. Choose "
-            "a folder you may write to with --results DIR."
+            "a folder you may write to with --results DIR (make: RESULTS=DIR)."
         ) from None
     return folder, lock
 

@@ -56,7 +56,7 @@ def _as_markdown(folder: Path, executed: Sequence[Path], outcomes: Sequence[Outc
         scoreboard=next((row[0] for stem, row in rows.items() if stem[:2] == "12"), ""),
         report=shlex.join(["labutils", "report", *where]),
         troubles=[outcome.message for outcome in outcomes if outcome.message],
-        again=shlex.join(["labutils", "run", *where]),
+        again=shlex.join(where),
         labs=table(("lab", "status", "seconds", "scale", ""), list(rows.values())),
         ladder="".join(_last_picture(lab) for path, lab in labs.items() if path.stem[:2] == "04"),
     )

@@ -56,7 +56,7 @@ def run(names: Sequence[str], options: Options, say: Callable[[str], None] = pri
     say(_summary(outcomes, folder, page))
     if stop.asked:
         again = f"--results {shlex.quote(short(folder))}"
-        say(f"Stopped. What was measured is kept. To go on: the same command again, with {again}")
+        say(f"Stopped. Finished runs are kept. To go on: the same command again, with {again}")
         return STOPPED
     ran = all(outcome.status in ("done", "done before") for outcome in outcomes)
     return ALL_RAN if ran else A_LAB_FAILED
