@@ -96,8 +96,8 @@ lab.table(("rung", "lane", "changes", "why", "here"), *rung_rows(A1_LADDER, reci
 # %, the verdict on a time is *inconclusive: unsteady machine*. Tables compare with their first row, the picture with the rung
 # above. A speed-up is the median of ratios, round by round.
 #
-# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. Meanwhile other processes
-# compile the last rung's UNet and try two modes of the compiler. So a first step takes longer than it would alone.
+# Start the cell and read on. It takes half a minute on a CPU, and nearly the whole lab's time on a GPU. There other processes
+# meanwhile compile the last rung's UNet and try two modes of the compiler, so a first step may take longer than alone.
 
 # %%
 with Benchmark(lab.workload("sd15-lora")) as bench:
@@ -182,9 +182,9 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
 # On this H200 the step fell by some 260 ms: 760 − 760 / 1.51, as 1.51 is a median of ratios. Kernels fill 156 of 760 ms before,
-# 131 of 468 after: they explain at most a tenth of it, the host the rest. Launches fell by a factor of 1.40, within 1.34 to 1.76.
-# For the UNet, $n = 143 / (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else
-# compiles. The gain exceeds the noise, but on an unsteady host no published time is judged.
+# 131 of 468 after: 8 to 13 % of it; the rest is probably the host's. Launches fell by 1.40x; the step's 1.34 to 1.76x fits. For
+# the UNet, $n = 143 / (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else compiles.
+# The gain exceeds the noise, but on an unsteady host no published time is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -237,8 +237,8 @@ with lab.attempt("reduce-overhead, provoked and cured"):
 # `backward()` of a step leaves its gradients there, as `.grad`. The next micro-step overwrites them, and PyTorch notices.
 #
 # There are two cures. *Own gradients*: allocate them yourself, and zero them in place. *Marked*: unasked, PyTorch takes each
-# forward pass for a new step, and uses the last one's memory again. The mark says where a step begins: until the next one its
-# micro-steps share no memory, and need more.
+# forward pass for a new step, and uses the last one's memory again. The mark says where a step begins: until the next mark
+# micro-steps share no memory, and need more of it.
 #
 # The course's loop tried two modes with accelerate's branch, each in a process of its own, on a small model. The third row is the
 # loop above.
@@ -309,7 +309,7 @@ ring.send()
 assert ring.read() == losses.tolist()
 
 # %% [markdown]
-# On a GPU the ring leaves the host free at once.
+# With the ring our host is free in 3 ms, not 45.
 #
 # A GradScaler asks, too: did a gradient overflow? The fused AdamW gets the answer as a tensor. It updates all parameters in a few
 # kernels, and `capturable=True` lets a graph capture it.
@@ -448,9 +448,9 @@ assert torch.allclose(found["allocated before"], plain, rtol=1e-4, atol=1e-6)
 # # each step: copy the batches into inputs, then graph.replay()
 # ```
 #
-# Five rules. Warm up on a side stream: compiling and cuDNN's choice must be over before the capture. Put state back by `copy_`,
-# as the graph knows addresses. Shapes are fixed. A learning rate that changes is a tensor. Random numbers stay new: PyTorch's
-# generator sees to it.
+# Four rules. Warm up on a stream of its own: all compiling must be over before the capture. Put state back by `copy_`: the graph
+# knows only addresses. Shapes are fixed. A learning rate that changes must be a tensor. PyTorch's generator gives each replay new
+# random numbers.
 #
 # **Your prediction:** the compiled step's kernels take 131 ms on the H200; on a GPU section 1's table has yours. How many
 # milliseconds does the captured step take?
@@ -467,8 +467,8 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # The captured step takes little more than its kernels. It takes 136 ms on both H200s, with hosts whose stock loops took 777 and
-# 1,036: the GPU sets the pace now. A slower CPU should cost little, if its workers, eight on this rung, keep up. *GPU-busy* of a
-# captured step is a lower bound.
+# 1,036: the GPU sets the pace now. A slower CPU should cost little, if its workers, eight on this rung, keep up. Tracing adds
+# gaps, so its *GPU-busy* reads too low.
 #
 # **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. Uncompiled kernels take 156 ms: capture alone would
 # probably take little more.
@@ -479,10 +479,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 # **Question.** The GPU is busy now, and the step is still nine times its floor. Which of its work is only there because of how it
 # is laid out or cut up?
 #
-# First what is cut up, then layout, which the last rung uses.
+# Pieces first, then layout, which only the last rung uses.
 #
-# One image of 512 × 512 doesn't fill a large GPU. Micro-batches are independent until their gradients are added, so
-# a graph may run them on four streams side by side. Backward runs each operation on the stream of its forward.
+# One image of 512 × 512 doesn't fill a large GPU. Micro-batches are independent until their gradients are added, so a graph may
+# run them on four streams side by side. Each backward operation runs on its forward's stream.
 
 # %%
 with lab.attempt("micro-batches side by side"):
@@ -535,9 +535,9 @@ with torch.no_grad():
         print(f"strides {x.stride()}: {1e3 * seconds(layer, x, times=50):.3f} ms")
 
 # %% [markdown]
-# These two calls aren't captured, so part of the gain may be launches. A model gains only where no layer leaves the layout.
-# Compiled GroupNorm leaves it, and each convolution after it copies. `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py`
-# stays in it. What channels last gains in the UNet isn't measured alone.
+# These two calls aren't captured, so part of the gain may be launches. A layer that leaves the layout reduces a model's gain:
+# compiled GroupNorm does, and the convolutions after it copy. `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in
+# it. What channels last gains in the UNet isn't measured alone.
 #
 # **Takeaway.** When the GPU is busy, ask whether its kernels fill it.
 
@@ -615,9 +615,9 @@ lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=name
 
 # %% [markdown]
 # Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s. A step saves 28 ms, so caching pays
-# after about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*. That isn't the
-# fold's worth: seven settings changed. One batch of four launches a layer's kernels once, where streams launch them four times.
-# This lab compares gradients on the small layer above; `tests/equivalence` does on a small UNet, in float32.
+# after about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*. Folding alone
+# isn't measured: seven settings changed. One batch of four runs a layer's kernels once; four streams run them four times.
+# Gradients are compared on the small layer above, and in `tests/equivalence` on a small UNet, in float32.
 #
 # **Takeaway.** The cheapest work is work that need not be done. It also takes the most care: assert that the gradients stay.
 

@@ -228,7 +228,7 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# **Takeaway.** Padding depends on the batch: *fixed* has 42 %.
+# **Takeaway.** Here AnyRes pads to 21 %, *fixed* to 42 %.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -268,7 +268,7 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 # differ by more than 3 %, the machine is *unsteady*, and no time decides.
 #
 # *Step* is a median; rates and *MFU* use means, where one slow step shows. *Data* is waiting for images. *Floor* is FLOPs at your
-# card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's. Both leave out what is computed again.
+# card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's. Neither counts recomputing.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -502,8 +502,8 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # At batch 4, from *compile* to *fixed*, FLOPs fall to 68 %, time to 63 % (867 of 1,377 ms). The gap, 3.6 % of BF16's step, is
-# *rest*: no more for constant shapes, if time follows FLOPs, which wasn't tested. Our H200s: 2 to 4 points, by the intervals'
-# ends 1 to 11. The article: 7, or 1 or 13 if its ranges' ends belong the other way round.
+# *rest*, the most that constant shapes gain if time follows FLOPs (not tested). Our H200s: 2 to 4 points; at batch 4, by
+# intervals, 1 to 11. The article: 7; if 11 % goes with 53 and 20 with 47, 13 and 1.
 #
 # FLOPs without padding to 2,048:
 
@@ -514,8 +514,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and a few points
-# are left for constant shapes.
+# **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes
+# at most the rest.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -524,7 +524,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 # shapes. How fast can AnyRes be today?
 #
 # **Is one length faster by itself?** One full image a step. Rows are as long as they come (*blocks compiled*) or padded to one
-# length (*padded*). Both get the same images, and no block is computed again: don't compare with section 3's times.
+# length (*padded*). Same images, no block computed again, unlike section 3. Compare ms per 1k computed tokens.
 
 # %%
 uniform.release_weights()
@@ -579,7 +579,7 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
 # ```
 #
-# `pixel_values` stay: image tokens keep their order. Each example's first label must be −100, as it is here.
+# `pixel_values` and `image_sizes` stay as they are. Each example's first label must be −100, as it is: another text precedes it.
 #
 # **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
 # a token, never exist all at once.
@@ -640,8 +640,8 @@ lab.verdict("A2.left.dynamic")
 # %% [markdown]
 # *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images.
 #
-# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. On the same images the
-# first two rungs make it 1.7 to 1.85 times as fast. *packed* added 1.13x, with four times the tokens a step and twice the memory:
+# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. *blocks compiled* is
+# probably 1.7 to 1.85 times as fast as *bf16*. *packed*'s 1.13x, with smaller images, four times the tokens and twice the GB, is
 # open.
 
 # %% [markdown]
@@ -974,17 +974,17 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *In all*: 2,000 steps. But *fixed*'s have 1,190 useful tokens an image, not 2,942: a million useful tokens take *compile* 120 s,
-# *fixed* 179, first steps not counted.
+# *In all*: 2,000 steps. But images of *fixed* have 1,190 useful tokens, not 2,942: by section 3's rates a million take *compile*
+# 120 s, *fixed* 179.
 #
-# **Takeaway.** First decide: full images or small squares? At batch 4, by an unsteady machine's times:
+# **Takeaway.** First decide: full images or small squares? By an unsteady machine's times, and allocated GB:
 #
 # | you need | take |
 # |---|---|
 # | small squares | *fixed*: no other method was run on them |
-# | full images | *fp8-te*; after some 30 steps *compile*, or 80 if its step 2 compiles as long |
+# | full images, batch 4 | *fp8-te*; after some 30 steps *compile*, or 80 if its step 2 compiles as long |
 # | full images, 20 GB | *compile* at batch 2: 19.4 GB |
-# | full images, under 17 GB | *qlora*, up to batch 4: 16.9 GB |
+# | full images, 17 GB | *qlora* at batch 4: 16.9 GB |
 #
 # Not timed: *fp8-frozen*, squares in FP8 or unpadded, the whole model compiled.
 

@@ -513,8 +513,8 @@ lab.verdict("A3.qlora.cause")
 # %% [markdown]
 # ## 5 · What comes with QLoRA
 #
-# **Question.** Checkpointing computes each block again. What does each of QLoRA's three changes cost? And what does it save to
-# send checkpoints to the host, as unsloth does? Published: 30 % of memory for 1.9 % more time.
+# **Question.** Checkpointing computes each block again. What does each of QLoRA's three changes cost? And what does sending
+# checkpoints to the host save, as unsloth does? The article: 30 % less memory, 1.9 % more time.
 #
 # **Technique.** PyTorch lets you say how a tensor is kept for the backward pass. Six lines send it to the host.
 
@@ -602,9 +602,8 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 #
 # Offloading saved 2.3 of 34.1 GB: all checkpoints are 2.4 GB. No cost in time shows.
 #
-# **Takeaway.** QLoRA takes 62 % longer than LoRA without checkpoints, as in the verdict, and 17 % longer than LoRA with them.
-# Checkpointing is most of it. Kernels take 14 % more with checkpoints in both, in one trace: restoring 26 ms, float32 probably
-# 154.
+# **Takeaway.** QLoRA takes 63 % longer than LoRA without checkpoints, as in the verdict: 357 of 575 ms are checkpointing. With
+# checkpoints in both it is 5 to 18 %. Kernels then take 14 % more, in one trace: restoring 26 ms, float32 probably 154.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -637,8 +636,7 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# First an order of LoRA's products that both share, $(xA^\top)B^\top$. What would $x(BA)^\top$ cost? $BA$ is as large as the
-# weight.
+# unsloth and PEFT both multiply in the order $(xA^\top)B^\top$. What would $x(BA)^\top$ cost? $BA$ is as large as the weight.
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
 # 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
@@ -678,8 +676,8 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. The course compiles
-# its recipes before unsloth is timed.
+# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. Meanwhile the
+# course compiles, which may lengthen it.
 
 # %%
 bench = Benchmark(texts["long"], same_batches=True)
@@ -754,9 +752,9 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes.** Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4 bits and checkpoints. These change:
-# *plain* adapters, no casts to float32, *rewritten* forward pass, *fused* loss by chunks, compiled blocks, packed rows.
-# *nf4-frozen* restores by look-ups:
+# **The recipes.** *Published* is the library's code. Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4
+# bits and checkpoints. These change: *plain* adapters, no casts to float32, *rewritten* forward pass, *fused* loss by chunks,
+# compiled blocks, packed rows. *nf4-frozen* restores by look-ups:
 
 # %%
 compared = {name: recipe for name, (recipe, _) in lab07_qlora.METHODS["long"].items()}
@@ -799,8 +797,8 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better; the left green dot is *packed, 4 bits*. FP8 also rounds activations and gradients.
 #
-# - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; only the first pair is shown.
-#   Why is open. So: *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; checkpoints on the card are 1.2 of the 1.5.
+# - *Against unsloth*, packed steps on three H200s: ours 377, 378, 369 ms, unsloth's 403, 611, 703; this one first. Why unsloth's
+#   vary is open. Say *not slower*, not *6 %*. Memory: 9.05 against 7.54 GB; computed, checkpoints are 1.2 of the 1.5.
 # - *Against 16 bits, compiled:* 4 bits and checkpoints cost 101 ms and save 31 GB.
 #
 # **Takeaway.** On packed rows our compiled recipe is not slower than unsloth, and takes 20 % more memory. With 40 GB compiled 16

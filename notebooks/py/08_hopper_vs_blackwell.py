@@ -24,7 +24,7 @@
 # ran half the batch. Can that explain the order?
 #
 # You write a model of ten lines that predicts a step from its launches. Six steps it predicts within 11 %; refined (section 5),
-# all runs but the loop's, 20 %. No Blackwell card was timed.
+# all within 20, most within 11. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -453,9 +453,9 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Host, ms* is the same in all rows of a model by rule 3, not by measurement. On our H200 the larger sum is within 10 % in five
-# rows. In *moe*, 2,048, sums are close, with 463 waits: the larger is 25 % off, the replay 6. In *moe*, 256 and 1,024, launches
-# alone, 161 ms, exceed the measured 157: $c$ is too large.
+# *Host, ms* is the same in all rows of a model by point 3, not measured. On our H200 the larger sum is within 10 % in five rows.
+# In *moe*, 2,048, sums are close and waits 463: the larger is 25 % low, the replay 6. In *moe*, 256 and 1,024, launches alone,
+# 161 ms, exceed the measured 157: $c$ is too large.
 #
 # **Takeaway.** A trace and a short step predict a step, on our H200 within 11 %.
 
@@ -875,7 +875,7 @@ plt.show()
 
 # %% [markdown]
 # With its own $c$ the H100 lies between the ends, but for the loop's step, 9 % above. The test is weak: H100 and H200 have equal
-# peaks. In the figure all bars have this host's $c$. Without gaps the form is low: three H200 dots are 6 to 10 % higher.
+# peaks. The figure's bars have this host's $c$. The short form is low: three H200 dots are 6 to 10 % higher.
 #
 # Launches don't get faster with a card. On a B200 launches decide *dense*: 277 ms, or 340 with *again*'s $c$. A B200 runs the
 # loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
@@ -887,9 +887,9 @@ plt.show()
 # | RTX PRO | 12.3 | 15.8 |
 # | H100 | 12.5 | 11.1 for 16 |
 #
-# On short texts unequal cards differ by 2 %: hosts seem to decide, and to be alike. The H100's 16 long texts, unpadded 3.7 times
-# the tokens of 32 short ones, take 11 % less: its host seems to decide there, too. With 32, section 11's estimate for its kernels
-# doubles to 11 s: a step of 12 to 13 s, and the H100 would win. So half a batch can explain the order, if the article looped over
+# On short texts unequal cards differ by 2 %: hosts seem to decide, not cards. The H100's 16 long texts, unpadded 3.7 times the
+# tokens of 32 short ones, take 11 % less, not more: its host may decide, too. With 32, section 11's kernels, unpadded, double to
+# 11 s: at 20 to 23 µs a step of 12 to 13 s. The H100 wins. So half a batch can explain the order, if the article looped over
 # experts.
 #
 # **Takeaway.** Remove launches, then compare cards.

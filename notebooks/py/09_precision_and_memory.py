@@ -108,7 +108,7 @@ lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCH
 # - *time*: this effect, with its 95 % interval. It can differ from the ratio of the two steps.
 # - *floor*: the time of the step's FLOPs, without recomputing, at your card's rate in the row's fastest format.
 # - *base again*: nothing changed: the noise, in this text −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and verdicts on
-#   time stay open. The text says *probably* where the interval lies far outside the noise.
+#   time stay open. Of times, *probably* means: the interval lies far outside the noise.
 # - *here* is this run, *ours* an earlier one on our H200.
 
 
@@ -295,15 +295,16 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB.
+# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB, 48 apart; *tf32* probably peaks
+# elsewhere.
 #
 # - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier
 #   transforms: 1,280 × 1,280 filters on 64 × 64 points, of which 64 × 33 complex numbers of 8 bytes are kept, are 27.7 GB. Twice
-#   that, with inputs and results, is 55.7.
-# - *Time*: the convolutions' switch alone, PyTorch's default, brings 578 ms to 338. FP16 takes that to 124, −63 %; section 1's
-#   −79 % is against a float32 that you must ask for.
-# - FP16 saves 83 % against the one peak and 34 %, 6.0 GB, against the other. Some 2 of the 6 are the frozen weights: autocast
-#   alone leaves these in float32.
+#   that, with inputs and results, is 55.7: why twice is open.
+# - *Time*: the convolutions' switch alone, PyTorch's default, brings 578 ms to 338. *base* takes 124, probably 57 to 66 % less;
+#   section 1's −79 % is against no TF32 at all.
+# - FP16 saves 83 % against 65.9 GB and 34 %, 6.0 GB, against 17.5. Some 2 of the 6 are the frozen weights: autocast alone leaves
+#   these in float32.
 #
 # **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
 
@@ -390,9 +391,9 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 
 # %% [markdown]
 # **Who sets the pace?** On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
-# together take 124. So probably the host sets the pace. Then count launches, not FLOPs. Checkpointing adds a second forward pass,
-# launched from Python, and bookkeeping of its own: together 85 % more time, by rounds 94, interval 52 to 117. A trace can tell
-# the two apart (lab 02).
+# together take 124. So the host may set the pace. Then count launches, not FLOPs. Checkpointing adds a second forward pass,
+# launched from Python, and bookkeeping of its own: together 94 % more time, interval 52 to 117. A trace can separate these (lab
+# 02).
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
@@ -454,8 +455,8 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# Of the switches on *base* the three that save much memory probably lengthen the step. The last verdict needs a sure one, and on
-# an unsteady machine none is.
+# Of the switches on *base* the three that save much memory probably lengthen the step. The last verdict needs a sure loss; an
+# unsteady machine has none.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
 #   the step (lab 04).
@@ -590,7 +591,7 @@ lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
 # The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. That model's three are 0.1 GB too low, we don't
-# know why; the others at most 0.3 % off. Figure and last columns are up to 0.03 GB below the measured peak.
+# know why; the others at most 0.3 % off. Of the peak, figure and larger last column miss up to 0.03 GB.
 #
 # Gradients and moments are too thin to be seen: only adapters have them.
 #

@@ -174,8 +174,8 @@ lab.show(decodes, columns, experiment="decode")
 # These pictures are drawn: photographs may take other sizes and times.
 #
 # **Takeaway.** On one core of the recorded H100's host a PNG took 7.4 times as long to decode as a JPEG, 39.7 and 5.4 ms; the GPU
-# took 0.7 for a JPEG. Reading a file again took some 0.2 ms or less. So: PNG where no loss is allowed, else JPEG or WebP; pixels
-# (section 2) where the size is fixed.
+# took 0.7 for a JPEG. Reading a cached file took 0.03 to 0.22 ms. So, where loss is allowed, JPEG; section 3 says whether it
+# matters.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -246,9 +246,9 @@ print(f"{mapped.pixels.nbytes / 1e6:.1f} MB, {took:.2f} ms an example")
 #     self.pixels = np.load(self.file, mmap_mode="r")
 # ```
 #
-# **Takeaway.** For these PNGs the disk hardly matters; on slow storage it may. A mapped example took 0.25 ms, in section 3's loop
-# 1.4 where a PNG took 59.5. A picture takes 0.79 MB in the map, whatever it shows. For random crops map larger pictures, and crop
-# in `__getitem__`. Whether your step gains is section 3's question.
+# **Takeaway.** A faster disk saves some 2 % here; slow storage is untested. A mapped example took 0.25 ms; section 3 waits 1.4
+# for one, 59.5 for a PNG. A picture of 512 × 512 takes 0.79 MB in the map. For random crops map larger pictures, and crop in
+# `__getitem__`. Whether your step gains is section 3's question.
 
 # %% [markdown]
 # ## 3 · When the format matters
@@ -342,9 +342,9 @@ with lab.attempt("the law's picture"):
 # | PNG, 4 workers | max(162, 238 / 4) = 162 | 173 |
 # | memory map, 4 workers | max(162, 6 / 4) = 162 | 171 |
 #
-# $r$ is each row's own, $c$ *in memory*'s. So the first three rows test only whether $c$ is the same for all: step less waiting
-# is 145, 158 and 166 ms. The last two are predictions: 162, measured 173 and 171. In both $c$ decides. Where $r / w$ decides,
-# section 5 has the test: there the step is 1.7 to 1.8 times the formula's.
+# $r$ is each row's own, $c$ *in memory*'s. So the first three rows test only whether $c$ is the same: step less waiting is 145
+# (again 161), 158 and 166 ms. The last two are predictions: 162, measured 173 and 171. In both $c$ decides. Where $r / w$
+# decides, section 5 has the test: there the step is 1.7 to 1.8 times the formula's.
 #
 # Workers or the map remove nearly all waiting; both together gain no more, unless $c$ falls below 238 / 4 = 60 ms.
 #
@@ -565,8 +565,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 #   than $c$, so one worker is enough.
 # - *Caching* keeps the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
-# - *Batch size* makes four images one micro-batch. Section 3's $c$ for four is 162, too, no more than for one; on our H100 131
-#   against 488 / 4 = 122. Probably the host sets the pace.
+# - *Batch size* makes four images one micro-batch. Section 3's $c$ for four, 162, is no more than that for one; on our H100 it is
+#   7 % more, 131 and 122. Probably the host sets the pace.
 #
 # Before you look: what does the formula promise for *workers* and *batch size*?
 #
@@ -592,7 +592,7 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # - **Your formula**, with other loops' $r$ and $c$: a step takes 4 × (59.5 + 162) = 886 ms, with one worker 4 × 162 = 648, with
 #   four images at once 238 + 162 = 400.
 # - **Order.** The tested fix ranked first was clearly the best for Stable Diffusion on our H100 and H200, and for LLaVA, which
-#   had two. Here the ranges of capture and batch size overlap, and those of caching and workers.
+#   had two. Here the ranges of the first two overlap, and workers, ranked last, beat caching.
 # - Each row was tested alone. Gains don't add up: the first table's sum to 189 %.
 #
 # | fix | your formula | the tool | measured |

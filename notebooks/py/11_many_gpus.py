@@ -265,8 +265,8 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# 256 MiB, the largest message, reached 297 GB/s: the answer to section 1. At that rate the UNet's 3.44 GB take 12 ms, and nearly
-# all of it can hide behind `backward()`: the bound adds 0.1 ms.
+# 256 MiB, the largest message, reached 297 GB/s: the answer to section 1. At that rate, too high for 25 MiB, the UNet's 3.44 GB
+# take 12 ms, nearly all hidden by the bound: it adds 0.1 ms.
 #
 # - *Here*: compare *DDP* with *each for itself*, which sends nothing. With all weights DDP took 39 ms longer; the rounds' median
 #   difference is 24 (9 to 72, not printed). With LoRA: 2 and 5. One process's rate, measured again, differed by −14 to +3 %, with
@@ -274,8 +274,8 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # - *Ours*, two H200s elsewhere, from one process to DDP: 130 to 202 ms with all weights, efficiency 64 %; with LoRA 172 to 191,
 #   90 %. A part may be the second process, whether it sends or not.
 #
-# *Predicted* is the bound, no forecast. Even 12 ms fully exposed don't make 39 or 24: copies, NCCL's use of the GPU and waiting
-# are left, not separated. *Inconclusive* is about speed; that the ranks train together, section 1 showed.
+# *Predicted* is the bound, no forecast. Even fully exposed, 12 ms is below 39 and 24, but within 9 to 72: copies, NCCL and
+# waiting weren't separated. *Inconclusive* is about speed; section 1 showed that ranks train together.
 #
 # **Takeaway.** One GPU's step and the link's rate give the least time only. What DDP adds is *DDP* minus *each for itself*:
 # measure it, on a steady machine.
@@ -375,15 +375,15 @@ lab.verdict("A4.memory.fsdp")
 # **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. FSDP saved 15 bytes a parameter, not 12; we didn't
 # look for the other 3.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *no_sync*, run once, took 578 ms, and four steps of one process are 4
-# · 145 = 580. *Sync each*, with three more sends, took 706 and 664: 29 to 43 ms a send, near section 2's 24 to 39. FSDP's step
-# was 27 % longer with all weights, 16 with LoRA, for under 1 GB. The machine was unsteady: sizes are open.
+# **Time.** In *gradients*, – is one micro-batch, else four. *no_sync*, run once, took 578 ms. *Sync each*, three more sends, took
+# 706 and 664: 29 to 43 ms a send; section 2: 24 (9 to 72) or 39. With all weights FSDP took 27 % longer; with LoRA 16, to save
+# under 1 GB. An unsteady machine: no time decides.
 #
 # **What a trace shows.** *Unhidden* is time when NCCL's kernel runs, even if only waiting, and nothing computes. The profiler
 # slows the step, too. So this share isn't DDP's cost.
 #
 # **Prediction.** When all weights of the UNet are trained with DDP, how many percent of a traced step are communication or
-# waiting that nothing hides? A guess: no formula here gives waiting.
+# waiting that nothing hides? Guess: no formula here tells it.
 
 # %%
 my_exposed: float | None = None  # for example 5
@@ -449,16 +449,16 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# | training | excluded | best bound among the excluded |
+# | training | excluded | highest bound of these |
 # |---|---|---|
 # | UNet, LoRA | none | – |
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1, 10, 100 GbE | 44 % |
 #
 # The table is for two H100s, one micro-batch and float32. 25 and 40 GbE are slower than 100: excluded for all weights, too. But
-# BF16 gradients halve $R$ to 11.9, and four micro-batches with `no_sync` make it 5.9: then 100 GbE isn't excluded. So change the
-# training before you rent a faster network. The 44 becomes 49 if one process's step is really 16 % longer (its rate 14 % lower,
-# the noise): still excluded. For eight hosts 100 GbE's 30 % is above 1/8: not excluded, but at most 2.4 GPUs' work.
+# BF16 gradients make $R$ 11.9, or four micro-batches with `no_sync` 5.9: then 100 GbE isn't excluded. Neither alone admits 40
+# GbE. The 44 becomes 49 if one process's step is really 16 % longer (its rate 14 % lower, the noise): still excluded. For eight
+# hosts 100 GbE's 30 % is above 1/8: not excluded, but at most 2.4 GPUs' work.
 #
 # **Takeaway.** Compute the bound before you rent. It excludes, it promises nothing: on NVLink section 2 measured 78 % with all
 # weights, unsteady.

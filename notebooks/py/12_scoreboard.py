@@ -135,8 +135,8 @@ np.testing.assert_allclose((found.value, found.low, found.high), effect(a, b))
 # %% [markdown]
 # The truth is 0.96. Order 1, one after the other: B looks 2 % *slower*. Its interval is narrow and wrong, as it knows the scatter
 # of the rounds, not the drift. Order 2, in turns: B always follows A, and looks 0.7 % slower than it is. Order 3, there and back,
-# is the course's: the drift stays, but raises one round's ratio and lowers the next. An interval of 95 % should hold the truth in
-# about 95 of 100 runs: 93 and 96 are near, 65 is not. Eight rounds are few: without a drift it is rather 91.
+# is the course's: the drift stays, but raises one round's ratio and lowers the next. A 95 % interval should hold the truth for
+# about 95 of 100 seeds: 93 and 96 are near, 65 is not. Eight rounds are few: over 2,000 seeds case 4 has 91.
 #
 # A real machine hides the truth, but *A again* ought to be 1. The course's rule:
 #
@@ -146,8 +146,7 @@ np.testing.assert_allclose((found.value, found.low, found.high), effect(a, b))
 #    *inconclusive*. Order 3: 0.994, *faster*.
 # 3. **Steady?** If an end of *A again*'s interval is below 0.97 or above 1.03, the course's choice, the machine is *unsteady*,
 # and times are *inconclusive*. No order here needs this step: widened, B reaches from 0.89 to 1.18 in order 1, from 0.93 to 1.01
-# in order 2. This step is the course's caution: nobody knows what the disturbance did to B. Section 3 counts the directions that
-# it hides.
+# in order 2. This step is the course's caution: nobody knows what the disturbance did to B. Section 3 counts hidden directions.
 #
 # A statement with a number has limits of its own in place of 1: section 3.
 #
@@ -259,11 +258,10 @@ print(f"Unsteady: {len(unsteady)}. The change exceeds the noise in {len(clear)}:
 # %% [markdown]
 # Don't quote 82 of 131 alone. It mixes two groups.
 #
-# - *All else*: 79 of 95 confirmed. These are counts, bytes, shares of time, 12 lines of data sheets; also single times, easier to
-#   decide because no noise was measured, not better proved.
-# - Times whose noise we know: 3 of 36 confirmed. For 25 the machine was unsteady, so step 3 decided. In 11 of these the change
-#   exceeds the noise: step 3 hides a direction. How many verdicts it hides isn't counted; *A2.fixed.speed* has none without it
-#   either.
+# - *All else*: 79 of 95 confirmed. These are counts, bytes, shares of time, 12 rows of data sheets; also single times: without
+#   measured noise more is decided, not better proved.
+# - Times whose noise we know: 3 of 36 confirmed. For 25 the machine was unsteady: step 3 applied. In 11 of these the change
+#   exceeds the noise: step 3 hides a direction. How many verdicts it changes isn't counted: not the one of *A2.fixed.speed*.
 #
 # So this board says little about the size of the articles' speed-ups.
 #
@@ -301,22 +299,22 @@ reasons |= {"reference": "ours", "here": "here", "note": "note"}
 lab.table(board.loc[refuted[~by_size].index, list(reasons)].rename(columns=reasons))
 
 # %% [markdown]
-# A factor's direction is in *published* and *ours*. By hand, by the medians, farthest first:
+# *Published* and *ours* show the direction. By hand; a word is read from its limit:
 #
 # | claim | factor |
 # |---|---|
 # | anyres.one-tile, fixed.no-anyres | 3 / 1 = 3.0 |
 # | fixed.break-even | 614 / 220 = 2.8 |
 # | 120b.weights | 58.4 / 30 = 1.9 |
-# | fp8.first-step | (4.47 / 2.72) / (1.41 / 1.48) = 1.73; timed once, ±3 % assumed |
+# | fp8.first-step | 1.65 / (1.41 / 1.48) = 1.73; timed once, ±3 % assumed |
 # | qlora.slower | 1.63 / 1.10 = 1.48 |
 # | offload.memory | 1.33 |
 # | checkpointing.slower | 1.39 / 1.10 = 1.26 |
 # | anyres.tokens | 2 / 1.67 = 1.20 |
 # | fp8-once | 1.28 / 1.10 = 1.16 |
 #
-# 1.10 and 2 are how the course reads *slightly*, *as little* and *several times*. The other seven are yes or no, or a reading,
-# too: *optimal*; *limits*, by a share of FLOPs, not of time.
+# 1.10 (*slightly*, *as little*) and 2 (*several times*) are limits, not values. The other seven are yes or no; two are readings:
+# *optimal*, and *limits*, by FLOPs, not time.
 #
 # **Question.** On which claims do this machine and ours disagree? What may differ: the card, the host, versions, the scale.
 # *Inconclusive* and *differs between hosts* are no disagreement. A library that casts differently on another device is one kind
@@ -400,8 +398,8 @@ lab.show("\n".join(f"- {step}" for step in steps))
 lab.table(useful, otherwise="No lab here settles more.")
 
 # %% [markdown]
-# Where its times were inconclusive on our GPUs, a lab may settle nothing here: look its claims up in section 3's picture. Counts
-# of tokens and shares of FLOPs, as lab 06's, don't depend on the clock.
+# Times that were inconclusive on our GPUs may be so here, too: look a lab's claims up in section 3's picture. Counts of tokens
+# and shares of FLOPs, as lab 06's, don't depend on the clock.
 #
 # **Takeaway.** Choose by what a run can decide, not by how many claims wait: *may* is an upper limit. Weigh it against the
 # minutes in the lab's first table. Other claims need another machine, or stay open.
