@@ -179,7 +179,7 @@ def reader(request, tmp_path, monkeypatch, capsys):
     return says
 
 
-SHOWN = ("to their end: 01", "1 labs, student", "run to its end", "65,536 | **confirmed**")
+SHOWN = ("to their end: 01", "Labs: 1, student", "run to its end", "65,536 | **confirmed**")
 
 
 def test_each_reader_names_each_damage_and_shows_what_is_sound(reader, tmp_path):
