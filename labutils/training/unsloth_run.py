@@ -178,8 +178,8 @@ def _main() -> None:
     for place, (name, job) in enumerate(order["jobs"].items()):
         workload, recipe = open_workload(**job["workload"]), Recipe(**job["recipe"])
         with Benchmark(workload, job["warmup"], same_batches=True, build=build) as bench:
-            bench.prepare({name: recipe})
-            if place == 0:
+            if place == 0:  # warms up beside the parent's `meanwhile`
+                bench.prepare({name: recipe})
                 child_process.order()  # to begin
             run = bench.compare({name: recipe}, job["steps"])[name]
             if run.ok and (peak := cuda.peak_memory()):

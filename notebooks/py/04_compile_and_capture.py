@@ -181,8 +181,8 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# On this H200 the step fell by some 260 ms: 760 − 760 / 1.51, as 1.51 is a median of ratios. Kernels fill 156 of 760 ms before,
-# 131 of 468 after: 8 to 13 % of it; the rest is probably the host's. Launches fell by 1.40x; the step's 1.34 to 1.76x fits. For
+# On this H200 the step fell by some 260 ms: 760 − 760 / 1.51, as 1.51 is a median of ratios. Its kernels fell from
+# 156 to 131 ms, 8 to 13 % of that; the rest is probably the host's. Launches fell by 1.40x; the step's 1.34 to 1.76x fits. For
 # the UNet, $n = 143 / (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else compiles.
 # The gain exceeds the noise, but on an unsteady host no published time is judged.
 #

@@ -145,8 +145,8 @@ np.testing.assert_allclose((found.value, found.low, found.high), effect(a, b))
 # 2. **Verdict.** Divide B's lower end by $f$, multiply its upper end by $f$. Both below 1: *faster*. Both above: *slower*. Else
 #    *inconclusive*. Order 3: 0.994, *faster*.
 # 3. **Steady?** If an end of *A again*'s interval is below 0.97 or above 1.03, the course's choice, the machine is *unsteady*,
-# and times are *inconclusive*. No order here needs this step: widened, B reaches from 0.89 to 1.18 in order 1, from 0.93 to 1.01
-# in order 2. This step is the course's caution: nobody knows what the disturbance did to B. Section 3 counts hidden directions.
+#    and times are *inconclusive*. No order here needs this step: widened, B reaches from 0.89 to 1.18 in order 1, from 0.93 to 1.01
+#    in order 2. This step is the course's caution: nobody knows what the disturbance did to B. Section 3 counts hidden directions.
 #
 # A statement with a number has limits of its own in place of 1: section 3.
 #
@@ -228,7 +228,6 @@ lab.predict("statements confirmed by our GPUs, of those they could test", my_con
 # | inconclusive | the widened interval lies across the limit, the machine was unsteady, or the model depends on an assumption |
 # | not testable here | this machine or its runs can't answer; the reason says what would |
 # | differs between hosts | our machines give different verdicts |
-#
 
 # %%
 lab.show(lab12_scoreboard.tallies(board))

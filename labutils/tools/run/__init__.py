@@ -4,7 +4,7 @@ of its own.
     code = run(["00", "03"], Options(scale="tiny"))
 
 What a person can get wrong is checked before anything runs (`arguments`). After that a lab may
-raise, die or hang, and the others still run; Ctrl-C ends the run. What was measured is kept, and
+raise, die or hang, and the others still run; Ctrl-C ends the run. Finished runs are kept, and
 the executed notebook shows how far it came (`execute_lab`). A lab whose executed notebook says that
 it is done is not run again (`labs_in_order`). index.html leads to all of it (`index`).
 """
