@@ -274,7 +274,9 @@ def assert_a_solution_is_shown_on_request(page: Page, notebook: Locator) -> None
     answer = solutions_of("05")[1].splitlines()[0]
     expect(notebook).not_to_contain_text(answer)
     page.locator(".jp-Notebook-footer:visible").click()
-    notebook.locator(".jp-CodeCell .cm-content").last.click()
+    last = notebook.locator(".jp-CodeCell .cm-content").last
+    expect(last).to_have_text("")  # the new cell is there; else the one before is typed into
+    last.click()
     page.keyboard.type('lab.solution("05.2")')
     page.keyboard.press("Shift+Enter")
     expect(notebook).to_contain_text(answer)
