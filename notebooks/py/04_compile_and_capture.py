@@ -33,7 +33,7 @@
 # |---|---|---|
 # | `tiny` | any CPU; a C++ compiler for section 1 | 1 minute |
 # | `small` | a GPU of 8 GB | 5 minutes |
-# | `full` | a GPU of 40 GB | 6 to 7 minutes, half of them compiling |
+# | `full` | a GPU of 40 GB | 6 minutes, nearly half of them compiling |
 #
 # A CPU has no launches to save. It climbs fewer rungs, and shows our record, an H200's.
 
@@ -52,6 +52,7 @@ lab = open_lab("04", globals())
 # %%
 import copy
 import time
+from functools import partial
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -159,14 +160,14 @@ with lab.attempt("compiling a block"):
 
 # %% [markdown]
 # Compiling has paid after $n = (f_\text{compiled} - f_\text{plain}) / (t_\text{plain} - t_\text{compiled})$ steps, with $f$ a
-# first step and $t$ a later one. On the H200 merging saved 3.3 of the block's 7.7 ms: in so large a batch the chains' bytes
+# first step and $t$ a later one. On the H200 merging saved 3.3 of the block's 7.6 ms: in so large a batch the chains' bytes
 # count, not launches. The UNet's kernels are small: there launches count. Where a model repeats a block, `block.compile()` on
 # each costs less at first: blocks of one shape share their code. This lab gave the compiler an empty cache; your script's second
 # start finds its code on disk.
 #
 # Of the article's ladder only ratios can be compared: its card is another, and its step is probably one image (lab 02).
 #
-# **Your prediction:** on our GPUs a step launches some 23,500 kernels, and some 16,500 once the UNet is compiled. If the host
+# **Your prediction:** on our GPUs a step launches some 23,500 kernels, and some 16,600 once the UNet is compiled. If the host
 # sets the pace, time falls as launches do. How many times as fast is the compiled step?
 
 # %%
@@ -181,10 +182,10 @@ lab.show([runs[name] for name in names], columns, experiment="ladder", rung=name
 lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
-# On this H200 the step fell by some 260 ms: 760 − 760 / 1.51, as 1.51 is a median of ratios. Its kernels fell from
-# 156 to 131 ms, 8 to 13 % of that; the rest is probably the host's. Launches fell by 1.40x; the step's 1.34 to 1.76x fits. For
-# the UNet, $n = 143 / (0.760 - 0.760 / 1.51)$, some 560 steps, 440 to 740 by the interval, and fewer where nothing else compiles.
-# The gain exceeds the noise, but on an unsteady host no published time is judged.
+# On this H200 the step fell by some 250 ms: 733 − 733 / 1.51, as 1.51 is a median of ratios. Its kernels fell from 156 to 131 ms,
+# 9 to 12 % of that; the rest is probably the host's. Launches fell by 1.42x; the step's 1.42 to 1.62x fits. For the UNet, $n =
+# 113 / (0.733 - 0.733 / 1.51)$, some 460 steps, 400 to 520 by the interval, and fewer where nothing else compiles. The gain
+# exceeds the noise, but on an unsteady host no published time is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
 
@@ -309,7 +310,7 @@ ring.send()
 assert ring.read() == losses.tolist()
 
 # %% [markdown]
-# With the ring our host is free in 3 ms, not 45.
+# With the ring our host is free in 3 ms, not 44.
 #
 # A GradScaler asks, too: did a gradient overflow? The fused AdamW gets the answer as a tensor. It updates all parameters in a few
 # kernels, and `capturable=True` lets a graph capture it.
@@ -339,16 +340,16 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# *No host waits* leaves accelerate out, and has ring and fused AdamW. Against *pinned* it is 0.99 times as fast on our H200, 0.92
-# on the H100 and 1.15 on the other H200: within noise. The host is the slower one here, so it hardly waits. The rung's worth is
-# that section 4 can capture it.
+# *No host waits* leaves accelerate out, and has ring and fused AdamW. Against *pinned* it is 1.04 times as fast here, 0.99 and
+# 1.15 on two other H200s, 0.92 on the H100: within noise. The host is the slower one here, so it hardly waits. The rung's worth
+# is that section 4 can capture it.
 #
 # **Takeaway.** While the host is the slower one, its waits cost little. But a step with a wait can't be captured.
 
 # %% [markdown]
 # ## 4 · One launch for the whole step
 #
-# **Question.** The host launches some 16,500 kernels a step, one by one. Can it hand them over in one go?
+# **Question.** The host launches some 16,600 kernels a step, one by one. Can it hand them over in one go?
 #
 # A CUDA graph captures what a stream is given, and replays it with a single launch. Skip the `Tape` if you have a GPU: it
 # imitates a graph on a CPU. It writes down each operation with its very tensors, and repeats them.
@@ -466,9 +467,9 @@ columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "kernels_per_step", 
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# The captured step takes little more than its kernels. It takes 136 ms on both H200s, with hosts whose stock loops took 777 and
-# 1,036: the GPU sets the pace now. A slower CPU should cost little, if its workers, eight on this rung, keep up. Tracing adds
-# gaps, so its *GPU-busy* reads too low.
+# The captured step takes little more than its kernels. It takes 136 ms on three H200s, with hosts whose stock loops took 777,
+# 1,036 and 1,166: the GPU sets the pace now. A slower CPU should cost little, if its workers, eight on this rung, keep up.
+# Tracing adds gaps, so its *GPU-busy* reads too low.
 #
 # **Takeaway.** Compiling makes fewer kernels; capturing makes launches free. Uncompiled kernels take 156 ms: capture alone would
 # probably take little more.
@@ -516,7 +517,7 @@ columns = ("step_ms", "speed-up", "floor_ms")
 lab.show([runs[name] for name in names], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Four streams take 51 of 136 ms away.
+# Four streams take 52 of 136 ms away.
 #
 # Tensor cores want the channels of a pixel side by side. `channels_last` stores them so, and the convolution library need
 # not rearrange them at each call.
@@ -532,12 +533,12 @@ image_last = image.to(memory_format=torch.channels_last)
 with torch.no_grad():
     torch.testing.assert_close(conv_last(image_last), conv(image), rtol=1e-2, atol=1e-2)
     for layer, x in ((conv, image), (conv_last, image_last)):
-        print(f"strides {x.stride()}: {1e3 * seconds(layer, x, times=50):.3f} ms")
+        replay = capture(partial(layer, x)).replay  # so that launches don't count
+        print(f"strides {x.stride()}: {1e3 * seconds(replay, times=50):.3f} ms")
 
 # %% [markdown]
-# These two calls aren't captured, so part of the gain may be launches. A layer that leaves the layout reduces a model's gain:
-# compiled GroupNorm does, and the convolutions after it copy. `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in
-# it. What channels last gains in the UNet isn't measured alone.
+# A layer that leaves the layout reduces a model's gain: compiled GroupNorm does, and the convolutions after it copy.
+# `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in it. What channels last gains in the UNet isn't measured alone.
 #
 # **Takeaway.** When the GPU is busy, ask whether its kernels fill it.
 
@@ -614,8 +615,8 @@ columns = ("step_ms", "speed-up", "floor_ms", "encode_s", "gpu_busy")
 lab.show([runs[name] for name in shown], columns, experiment="ladder", rung=names)
 
 # %% [markdown]
-# Encoding costs its seconds before the first step. On the H200 our 256 images took 3.8 s. A step saves 28 ms, so caching pays
-# after about 140 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*. Folding alone
+# Encoding costs its seconds before the first step. On the H200 our 256 images took 3.6 s. A step saves 28 ms, so caching pays
+# after about 130 steps, some two passes over the images. The last rung is 2.3 times as fast as *cached encoders*. Folding alone
 # isn't measured: seven settings changed. One batch of four runs a layer's kernels once; four streams run them four times.
 # Gradients are compared on the small layer above, and in `tests/equivalence` on a small UNet, in float32.
 #
@@ -640,13 +641,14 @@ for found in (rungs, h200) if lab.device == "cpu" and h200 else (rungs,):
 lab.verdict("A1.pin.speedup", "A1.total.speedup", "A1.total.utilization")
 
 # %% [markdown]
-# From the first rung to the last the step probably became 41 times as fast on our H200 (34 to 44), 31 times on the other H200 (29
-# to 36), and 34 times on the H100 (31 to 41). The last rung takes 25.0 ms on both H200s, 2.8 and 2.7 times its floor.
+# From the first rung to the last the step probably became 47 times as fast on this H200 (35 to 49), 41 and 31 times on the two
+# others (34 to 44, 29 to 36), and 34 times on the H100 (31 to 41). The last rung takes 25 ms on all three H200s, 2.7 to 2.8 times
+# its floor. So the slower the host, the larger the factor.
 #
-# A hollow rung's interval reaches below 1.19x, the noise on this H200: the interval of the stock loop, measured again in the same
-# rounds, is 11 % less to 19 % more time. A filled rung exceeds it, but verdicts on times stay *inconclusive*.
+# A hollow rung's interval reaches below 1.25x, the noise on this H200: the interval of the stock loop, measured again in the same
+# rounds, is 21 % less to 25 % more time. A filled rung exceeds it, but verdicts on times stay *inconclusive*.
 #
-# What is left on the last rung is kernels: below they add up to 24.1 of 25.0 ms. Which kind is farthest from its floor isn't
+# What is left on the last rung is kernels: below they add up to 24.1 of 24.8 ms. Which kind is farthest from its floor isn't
 # measured.
 
 # %%
@@ -659,8 +661,8 @@ def kinds(found):
 lab.show([runs["folded LoRA"]], kinds, experiment="ladder", rung="folded LoRA")
 
 # %% [markdown]
-# **Takeaway.** A rung's worth depends on where it stands. With the host as the limit, compiling gained some 260 ms and paid after
-# 560 steps. In a captured step it would probably save the kernels' 25 ms, and pay after some 5,700 steps. When the bottleneck
+# **Takeaway.** A rung's worth depends on where it stands. With the host as the limit, compiling gained some 250 ms and paid after
+# 460 steps. In a captured step it would probably save the kernels' 25 ms, and pay after some 4,500 steps. When the bottleneck
 # moves, measure again.
 
 # %% [markdown]
