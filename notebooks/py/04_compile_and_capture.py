@@ -52,6 +52,7 @@ lab = open_lab("04", globals())
 # %%
 import copy
 import time
+from functools import partial
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -532,12 +533,12 @@ image_last = image.to(memory_format=torch.channels_last)
 with torch.no_grad():
     torch.testing.assert_close(conv_last(image_last), conv(image), rtol=1e-2, atol=1e-2)
     for layer, x in ((conv, image), (conv_last, image_last)):
-        print(f"strides {x.stride()}: {1e3 * seconds(layer, x, times=50):.3f} ms")
+        replay = capture(partial(layer, x)).replay  # so that launches don't count
+        print(f"strides {x.stride()}: {1e3 * seconds(replay, times=50):.3f} ms")
 
 # %% [markdown]
-# These two calls aren't captured, so part of the gain may be launches. A layer that leaves the layout reduces a model's gain:
-# compiled GroupNorm does, and the convolutions after it copy. `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in
-# it. What channels last gains in the UNet isn't measured alone.
+# A layer that leaves the layout reduces a model's gain: compiled GroupNorm does, and the convolutions after it copy.
+# `ChannelsLastGroupNorm` in `labutils/layers/cuda_graph.py` stays in it. What channels last gains in the UNet isn't measured alone.
 #
 # **Takeaway.** When the GPU is busy, ask whether its kernels fill it.
 
