@@ -183,8 +183,8 @@ lab.verdict("A1.compile.speedup", "A1.compile.fewer-kernels")
 
 # %% [markdown]
 # On this H200 the step fell by some 250 ms: 733 − 733 / 1.51, as 1.51 is a median of ratios. Its kernels fell from 156 to 131 ms,
-# 9 to 12 % of that; the rest is probably the host's. Launches fell by 1.42x; the step's 1.42 to 1.62x fits. For the UNet, $n =
-# 113 / (0.733 - 0.733 / 1.51)$, some 460 steps, 400 to 520 by the interval, and fewer where nothing else compiles. The gain
+# 9 to 12 % of that; the rest is probably the host's. Launches fell by 1.42x; the step's 1.42 to 1.62x fits. For the UNet,
+# $n = 113 / (0.733 - 0.733 / 1.51)$, some 460 steps, 400 to 520 by the interval, and fewer where nothing else compiles. The gain
 # exceeds the noise, but on an unsteady host no published time is judged.
 #
 # **Takeaway.** Compiling is an investment. Before you make it, ask how many steps you will train.
