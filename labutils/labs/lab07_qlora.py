@@ -18,7 +18,6 @@ from labutils.profiling.trace import Trace
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import Benchmark
-from labutils.training.benchmark import ROUNDS
 from labutils.training.free_memory import make_room
 from labutils.training.model_edits import prepared_for_kbit, with_costs, with_epoch_rate
 from labutils.training.unsloth_run import Job
@@ -47,7 +46,7 @@ METHODS: dict[str, dict[str, tuple[Recipe, dict[str, Any]]]] = {
 """Texts -> name -> recipe, and the tags that its run has beside the texts."""
 TRACED = {"long": ("lora, checkpointed", "qlora"), "short": ("qlora",)}
 """Texts -> the methods that are traced on a GPU: what kernels take tells what the host does."""
-FEW_ROUNDS = 5
+FEW_ROUNDS = {"tiny": 2, "small": 5, "full": 5}
 """Rounds where a step takes half a second or longer."""
 
 LOOP = {"driver": "eager", "logging": "ring-buffer", "non_blocking": True}
@@ -82,7 +81,7 @@ def methods(workload: Workload, texts: str, folder: Path) -> dict[str, Run]:
     tags = {name: shared | more for name, (_, more) in METHODS[texts].items()}
     make_room(workload)
     with Benchmark(workload, WARM_UP, same_batches=True, on_model=prepared_for_kbit) as bench:
-        runs = bench.compare(recipes, STEPS[texts], min(FEW_ROUNDS, ROUNDS[workload.scale]), tags)
+        runs = bench.compare(recipes, STEPS[texts], FEW_ROUNDS[workload.scale], tags)
         for name in TRACED[texts] if workload.device.type == "cuda" else ():
             try_trace(runs[name], bench, folder / texts, steps=1)
     peaks = {name: run.metric("peak_allocated_gb") for name, run in runs.items()}
@@ -116,8 +115,9 @@ def unsloth_jobs(workloads: Mapping[str, Workload]) -> dict[str, Job]:
     """Name -> job of each of `UNSLOTH`."""
     jobs = {}
     for name, (texts, recipe, more) in UNSLOTH.items():
+        workload, steps = workloads[texts], STEPS[more.get("rows", texts)]
         tags = {"experiment": "methods", "method": "unsloth", "texts": texts} | more
-        jobs[name] = Job(workloads[texts], recipe, WARM_UP, STEPS[more.get("rows", texts)], tags)
+        jobs[name] = Job(workload, recipe, WARM_UP, steps, FEW_ROUNDS[workload.scale], tags)
     return jobs
 
 
@@ -145,8 +145,7 @@ def large(workload: Workload, folder: Path) -> dict[str, Run]:
     runs = {}
     for name, recipe in {"qlora": QLORA, "lora": CHECKPOINTED}.items():
         make_room(workload)
-        options = {"same_batches": True, "on_model": prepared_for_kbit}
-        with Benchmark(workload, warmup=0, **options) as bench:
+        with Benchmark(workload, 0, same_batches=True, on_model=prepared_for_kbit) as bench:
             run = runs[name] = bench.compare({name: recipe}, steps=2, rounds=2)[name]
             run.tags = {"experiment": "qwen3-32b", "method": name, "checkpointing": "blocks"}
             if run.ok:

@@ -1,7 +1,7 @@
 """unsloth in a process of its own: importing it patches transformers, PEFT and TRL for whatever
 runs beside it.
 
-    jobs = {"unsloth": Job(workload, recipe, warmup=3, steps=1, tags=tags)}
+    jobs = {"unsloth": Job(workload, recipe, warmup=3, steps=1, rounds=5, tags=tags)}
     runs = train_with_unsloth(jobs, load, logs, meanwhile)
 
 The child loads the same weights from a folder by `load`, a function that the notebook shows, and
@@ -61,12 +61,14 @@ Meanwhile = Callable[[], object] | None
 
 class Job(NamedTuple):
     """One run: a language workload, a recipe, the steps between the first and those timed, how many
-    are timed a round, and the run's `tags`. All jobs train one model, the one that was loaded."""
+    are timed a round, how many rounds, and the run's `tags`. All jobs train one model, the one that
+    was loaded."""
 
     workload: LanguageLora
     recipe: Recipe
     warmup: int
     steps: int
+    rounds: int
     tags: dict[str, Any]
 
 
@@ -81,7 +83,7 @@ def check_unsloth(device: str) -> None:
 def train_with_unsloth(
     jobs: Mapping[str, Job], load: Load, logs: Path, meanwhile: Meanwhile = None
 ) -> dict[str, Run]:
-    """Name -> run of each job, timed in as many rounds as a comparison has.
+    """Name -> run of each job.
 
     meanwhile: is called while the child imports unsloth, loads the model and warms its first job
     up, which takes a minute or two. Its steps are timed when that is done too, so that neither
@@ -99,8 +101,8 @@ def train_with_unsloth(
     order = {"model": first.size.hub, "load": [load.__name__, inspect.getsource(load)], "jobs": {}}
     for name, job in jobs.items():
         opened_as = job.workload.opened_as() | {"device": first.device.type}
-        how = {"recipe": job.recipe.as_dict(), "warmup": job.warmup, "steps": job.steps}
-        order["jobs"][name] = how | {"workload": opened_as}
+        sent = {"recipe": job.recipe.as_dict(), "workload": opened_as}
+        order["jobs"][name] = job._asdict() | sent
     roomy = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > ROOM
     passing = {"prefix": "labutils-unsloth-", "ignore_cleanup_errors": True}
     with (
@@ -181,7 +183,7 @@ def _main() -> None:
             if place == 0:  # warms up beside the parent's `meanwhile`
                 bench.prepare({name: recipe})
                 child_process.order()  # to begin
-            run = bench.compare({name: recipe}, job["steps"])[name]
+            run = bench.compare({name: recipe}, job["steps"], job["rounds"])[name]
             if run.ok and (peak := cuda.peak_memory()):
                 run.metrics["peak_allocated_gb"] = peak[0]
         if place > 0:

@@ -342,7 +342,7 @@ print(f"The layer is {difference:.2%} off the product with its restored weight."
 tokens = torch.randint(2, 1024, (4, 64), device=lab.device)
 torch.manual_seed(0)
 model, losses = qlora(folder), []
-optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-4)
+optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-3)
 for _ in range(8):
     with torch.autocast(lab.device, torch.bfloat16):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
@@ -363,7 +363,7 @@ with lab.attempt("SFTTrainer"):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
     )
-    update = {"learning_rate": 2e-4, "lr_scheduler_type": "constant", "weight_decay": 0.01}
+    update = {"learning_rate": 2e-3, "lr_scheduler_type": "constant", "weight_decay": 0.01}
     update |= {"max_steps": 8, "per_device_train_batch_size": 4, "max_grad_norm": 0.3, "bf16": True}
     quiet = {"logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     how = SFTConfig(output_dir=folder, use_cpu=lab.device == "cpu", **update, **quiet)
@@ -467,11 +467,9 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 # kernels' sum. Another trace, of lab 06's LLaVA with checkpoints, tests the formula with three uses.
 
 # %%
-with Benchmark(texts["long"], same_batches=True) as bench:
-    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED, 2 if lab.scale == "tiny" else 5)
-    traced = [bench.profile(name, traces / name, steps=1) for name in lab07_qlora.PACKED]
-for run, trace in zip(pair.values(), traced, strict=False):  # "packed again" has none
-    run.metrics |= trace.metrics(run.metric("step_ms"))
+with Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True) as bench:
+    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED, lab07_qlora.FEW_ROUNDS[lab.scale])
+    traced = [bench.trace_into(pair[name], traces, steps=1) for name in lab07_qlora.PACKED]
 climbed = lab.keep(pair, lane="same mathematics")
 columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb")
 lab.show(climbed, columns, experiment="ladder", rung=tuple(lab07_qlora.PACKED))
@@ -680,7 +678,7 @@ print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times t
 # course compiles, which may lengthen it.
 
 # %%
-bench = Benchmark(texts["long"], same_batches=True)
+bench = Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True)
 recipes = lab07_qlora.COMPILED if on_gpu else lab07_qlora.ON_A_CPU
 with lab.attempt("unsloth", experiment="methods", method="unsloth", texts="long"):
     jobs, folder = lab07_qlora.unsloth_jobs(texts), lab.results_dir / "unsloth"

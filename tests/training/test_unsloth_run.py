@@ -29,7 +29,7 @@ def test_what_was_done_before_the_childs_end_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/the/parents")
     monkeypatch.setattr(unsloth_run, "check_unsloth", lambda device: None)
     workload = open_workload("qwen3-lora-short", scale="tiny", device="cpu")
-    jobs = {name: Job(workload, recipe, 1, 1, {}) for name, (_, recipe, _) in UNSLOTH.items()}
+    jobs = {name: Job(workload, recipe, 1, 1, 1, {}) for name, (_, recipe, _) in UNSLOTH.items()}
     done = []
     runs = unsloth_run.train_with_unsloth(jobs, load, tmp_path, lambda: done.append(1))
     assert done == [1] and (tmp_path / "unsloth.txt").exists()
