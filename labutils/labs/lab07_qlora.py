@@ -47,7 +47,7 @@ METHODS: dict[str, dict[str, tuple[Recipe, dict[str, Any]]]] = {
 TRACED = {"long": ("lora, checkpointed", "qlora"), "short": ("qlora",)}
 """Texts -> the methods that are traced on a GPU: what kernels take tells what the host does."""
 FEW_ROUNDS = {"tiny": 2, "small": 5, "full": 5}
-"""Rounds where a step takes half a second or longer."""
+"""Rounds where a visit takes half a second or longer."""
 
 LOOP = {"driver": "eager", "logging": "ring-buffer", "non_blocking": True}
 ROWS = {"shapes": "packed", "token_budget": 4096, "micro_batch": 1}
@@ -68,7 +68,7 @@ UNSLOTH = {
     "unsloth, packed": ("long", A3_BASE.but(base_linear="nf4", **LOOP, **ROWS), {"rows": "packed"}),
 }
 """Name -> texts, recipe, further tags. It is timed on the batches and rows of the others."""
-STEPS = {"long": 1, "short": 2, "packed": 3}
+STEPS = {"long": 1, "short": 2, "packed": 2}
 """Texts, or rows -> batches timed a round: so many that a benchmark adds none to fill the round,
 which it would for a fast recipe of one process and not for a slow one of another."""
 
@@ -97,11 +97,11 @@ def try_trace(run: Run, bench: Benchmark, folder: Path, steps: int) -> None:
         bench.trace_into(run, folder, steps)
 
 
-def rungs(bench: Benchmark, recipes: Mapping[str, Recipe], rounds: int = 0) -> dict[str, Run]:
+def rungs(bench: Benchmark, recipes: Mapping[str, Recipe]) -> dict[str, Run]:
     """Name -> run of recipes on packed rows, interleaved. Their first steps are not on record:
-    unsloth loads meanwhile. rounds: 0: as many as in any comparison."""
+    unsloth loads meanwhile."""
     tags = {name: {"experiment": "ladder", "rung": name} for name in recipes}
-    runs = bench.compare(recipes, STEPS["packed"], rounds, tags)
+    runs = bench.compare(recipes, STEPS["packed"], FEW_ROUNDS[bench.workload.scale], tags)
     for run in runs.values():
         run.metrics.pop("first_step_s", None)
     return _rated(runs, bench.workload)

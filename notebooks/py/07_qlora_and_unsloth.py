@@ -468,7 +468,7 @@ lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %%
 with Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True) as bench:
-    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED, lab07_qlora.FEW_ROUNDS[lab.scale])
+    pair = lab07_qlora.rungs(bench, lab07_qlora.PACKED)
     traced = [bench.trace_into(pair[name], traces, steps=1) for name in lab07_qlora.PACKED]
 climbed = lab.keep(pair, lane="same mathematics")
 columns = ("step_ms", "speed-up", "floor_ms", "kernels_ms", "gpu_busy", "peak_allocated_gb")
