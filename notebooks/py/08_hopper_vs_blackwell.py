@@ -23,8 +23,7 @@
 # workstation card wins on long texts. The article blames the H100's *host*: its CPU hands out work too slowly. But the H100 also
 # ran half the batch. Can that explain the order?
 #
-# You write a model of ten lines that predicts a step from its launches. Six steps it predicts within 11 %; refined (section 5),
-# all within 20, most within 11. No Blackwell card was timed.
+# You write a model of ten lines that predicts a step from its launches. No Blackwell card was timed.
 #
 # **After this lab you can**
 # - tell sparse from dense peaks in a data sheet;
@@ -101,10 +100,9 @@ if not on_gpu:
 # %% [markdown]
 # ## 1 · Two cards on paper
 #
-# **Question.** For products in 16 bits the article prints 877.9 TFLOP/s for its Blackwell card and 1,978.9 for the H100. How
-# much of that can a training step use?
+# **Question.** For products in 16 bits the article prints 1,978.9 TFLOP/s for the H100. How much of that can a training step use?
 #
-# **Your prediction:** how many of the H100's 1,978.9?
+# **Your prediction:** how many TFLOP/s?
 
 # %%
 my_peak: float | None = None  # for example 1979
@@ -112,8 +110,8 @@ my_peak: float | None = None  # for example 1979
 lab.predict("dense BF16 peak of the H100 (data sheet)", my_peak, "TFLOP/s")
 
 # %% [markdown]
-# **Technique.** If two of every four weights are zero, tensor cores skip the zeros. Vendors print that rate, with a footnote: *with
-# sparsity*. A training step's peak is the *dense* one, half of it.
+# **Technique.** If two of every four weights are zero, tensor cores skip the zeros. Vendors print that rate, with a footnote:
+# *with sparsity*. A training step's peak is the *dense* one, half of it.
 
 # %%
 formats = ("fp64", "int32", "fp32", "tf32", "bf16", "int8", "fp8", "fp4")
@@ -141,8 +139,6 @@ lab.keep(Run("08", "specs", metrics=found, tags={"experiment": "specs"}))
 lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 
 # %% [markdown]
-# A BF16 step gets at most 439 and 989 TFLOP/s.
-#
 # **Takeaway.** Halve peaks that are printed with sparsity.
 
 # %% [markdown]
@@ -150,19 +146,19 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 #
 # **Question.** What decides how long a step takes: the GPU's work, or the host that hands it out?
 #
-# **Technique.** Follow two clocks through the launches of a step. One launch takes the host $c$, and its kernel the GPU $k$.
+# **Technique.** Follow two clocks through the launches of a step. A launch takes the host $c$, its kernel the GPU $k$.
 #
 # - The host's clock advances by $c$.
-# - The kernel starts when it has been launched and the previous kernel has ended. The GPU's clock shows its end.
+# - The kernel starts when it has been launched and the previous one has ended. The GPU's clock shows its end.
 # - Where the host reads a result, it *waits*: its clock jumps to the GPU's.
 #
-# That is the *replay*. If all $n$ launches are alike, kernels take $K$ in all, and $w$ waits are even, the last at the end, there
-# is a short form. Each wait adds one kernel or one launch, whichever is shorter:
+# That is the *replay*. It has a short form for $n$ equal launches, kernels of $K$ in all, and $w$ evenly spread waits, the last
+# at the end. Each wait adds one kernel or one launch, whichever is shorter:
 #
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
-# **Exercise 1. Write the replay.** Return the GPU's clock after the last kernel. Section 4 then uses yours. `lab.solution("08.1")`
-# shows one.
+# **Exercise 1. Write the replay.** Return the GPU's clock after the last kernel. Section 4 then uses yours.
+# `lab.solution("08.1")` shows one.
 
 # %%
 from labutils.course.exercises import check, faster_than
@@ -224,7 +220,7 @@ for ax, k in zip(axes, (0.01, 0.04), strict=True):
 plt.show()
 
 # %% [markdown]
-# Above, the host decides, and waits for one kernel. Below, kernels decide, and the GPU waits for one launch: the last term.
+# Above, the host decides. Below, kernels decide.
 #
 # **Takeaway.** The slower of two clocks decides, and waits add to it. If it is the host's, a step is *launch-bound*.
 
@@ -303,8 +299,8 @@ for name, call in calls.items():
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **Takeaway.** An operation takes our H200's host 5 µs bare, 19 to 45 in modules with their backward pass. So measure $c$ for
-# each program.
+# **Takeaway.** An operation takes our H200's host 5 to 45 µs: no constant serves all programs. Section 4 measures $c$, which is
+# per launch.
 
 # %% [markdown]
 # ## 4 · From a trace to a prediction
@@ -313,11 +309,11 @@ lab.table(pd.DataFrame(rows))
 #
 # **Technique.**
 #
-# 1. Trace the step that you want to predict: each kernel's ms, and where the host waits. Kernels' times survive profiling.
-# 2. The host's don't. So take $c$ from a step that the host decides: texts of 8 tokens, timed unprofiled. `c_short` is the $c$ whose
-#    replay takes as long.
-# 3. Assumed: the host pays for *operations*. Longer texts need as many, in more launches: scale `c_short` by operations per launch.
-#    Launches × $c$ stays.
+# 1. Trace the step: each kernel's ms, and where the host waits.
+# 2. Profiling slows the host. So time a step that the host decides, unprofiled: texts of 8 tokens. `c_short` is the $c$ whose
+# replay takes as long.
+# 3. Longer texts need as many *operations*. Assume that these set the host's time: then *host, ms* is one number for all lengths.
+# More launches share it, so $c$ is smaller.
 
 
 # %%
@@ -378,8 +374,8 @@ def launch_ms(queue, step_ms):
 
 # %% [markdown]
 # **Two models to try it on**: a dense one, and a *mixture of experts*. The latter sends each token to two of eight MLPs, its
-# experts, and computes one expert after the other. For each it waits for the GPU some seven times. For yours, without Triton,
-# change `models`, `lengths`, `steps_of`, `training_step`.
+# experts. It computes one after the other, and in each the host waits. For your own, without Triton, change `models`, `lengths`,
+# `steps_of`, `training_step`.
 
 # %%
 width, layers = {"tiny": (64, 2), "small": (1024, 4), "full": (2048, 8)}[lab.scale]
@@ -453,23 +449,23 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Host, ms* is the same in all rows of a model by point 3, not measured. On our H200 the larger sum is within 10 % in five rows.
-# In *moe*, 2,048, sums are close and waits 463: the larger is 25 % low, the replay 6. In *moe*, 256 and 1,024, launches alone,
-# 161 ms, exceed the measured 157: $c$ is too large.
+# Isn't the larger of *host* and *kernels* enough? In five rows it is within 10 %. In *moe*, 2,048, it is 25 % low, the replay 6
+# %: both clocks are close, and 463 waits keep the host from running ahead. In *moe*, 256 and 1,024, the step is shorter than
+# *host*: there $c$ is a little too large.
 #
-# **Takeaway.** A trace and a short step predict a step, on our H200 within 11 %.
+# **Takeaway.** A trace and a short step predict a step, on our H200 within 11 % in six steps.
 
 # %% [markdown]
 # ## 5 · Two real models
 #
 # **Question.** Which clock decides a step of Qwen3-8B, which of gpt-oss-20b?
 #
-# **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop as above.
+# **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop. The course's code does section 4
+# with a *refined* replay. Between two kernels that both wait in the queue the GPU pauses 1 to 2 µs, the trace says: the *gap*.
+# Where kernels decide, gaps add up. Where launches decide, they mostly hide.
 #
-# The course's code does section 4 here, with a *refined* replay: each kernel is longer by a *gap* of 1 to 2 µs, and launches
-# differ as in the trace.
-#
-# **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU idle?
+# **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU
+# idle?
 
 # %%
 my_host: float | None = None  # for example 5
@@ -515,8 +511,8 @@ def study(family, way, delays_us=()):
 
 
 # %% [markdown]
-# **Measurement.** LoRA steps of Qwen3 (*dense*) and gpt-oss (*moe*) on four texts of 861 tokens are predicted; steps on four of
-# 117, in turns with them, give $c$. At learning rate 0 tokens keep their experts. Each is measured *again*.
+# **Measurement.** LoRA steps on four long texts, of 861 tokens, are predicted. Short ones, of 117, give $c$. Each is measured
+# *again*.
 
 # %%
 study("dense", "loop")
@@ -568,10 +564,8 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# *Dense*: kernels decide, 370 ms against launches of 277 or, *again*, 340.
-#
-# *Loop*: the host decides, launches of 1,249 or 1,137 ms against kernels of 498. The GPU idles 64 or 56 %. The same step took
-# 1,372, then 1,140 ms. *Again* takes its launches' sum; the replay is 11 % over.
+# In *dense* kernels decide. In *loop* launches take more than twice as long as kernels, and the GPU idles 56 to 64 %. This host
+# isn't steady: the same loop took 1,372 ms, then 1,140.
 #
 # **Takeaway.** Kernels decide *dense*, launches *loop*.
 
@@ -616,7 +610,7 @@ for way in (expert_loop, grouped):
     print(f"{way.__name__}: {host.operations} operations, {us:.0f} µs of the host")
 
 # %% [markdown]
-# PyTorch 2.11 has a kernel for `grouped_mm` on compute capability 9 and 10 alone. Elsewhere, as on the RTX PRO 6000, it loops and
+# PyTorch 2.11 has a `grouped_mm` kernel for compute capability 9 and 10 alone. Elsewhere, as on the RTX PRO 6000, it loops and
 # waits.
 
 # %%
@@ -632,10 +626,10 @@ with lab.attempt("A CUDA graph of grouped"):
 
 # %% [markdown]
 # **Measurement.** gpt-oss's loop and four other ways:
-# - *grouped*: `set_experts_implementation("grouped_mm")`, transformers 5's default;
+# - *grouped*: `set_experts_implementation("grouped_mm")`;
 # - *rewritten*: the course's grouped experts, attention in one kernel, packed texts and a fused AdamW;
-# - *captured*: that in one CUDA graph, inputs copied in;
-# - *compiled*: captured, with compiled blocks and a loss that never forms all logits.
+# - *captured*: that in one CUDA graph. Its 7 launches are the graph and six copies of inputs, which the host waits for;
+# - *compiled*: captured, with compiled blocks and a loss by chunks.
 #
 # **Your prediction:** how many times as fast as the loop is *grouped*?
 
@@ -680,10 +674,11 @@ for name in ("moe, loop", "moe, grouped", "moe, rewritten", "moe, compiled"):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# *Grouped* makes a seventh of the launches. Their 212 ms hide behind 441 of kernels: 2.9 times as fast as the loop, 2.4 as
-# *again*. *Rewritten* nearly halves kernels' time: elementwise saves 85 ms, LoRA's *thin GEMM* 62, casts 43. Now both clocks are
-# close, and *captured* saves 6 %. *Compiled* takes 2.2 times its *floor*. Below, a *launch call* is CUDA's part of $c$. The
-# host's white is the rest of $c$, and the profiler.
+# *Grouped*'s launches hide behind kernels. *Rewritten* nearly halves kernels' time, mostly in elementwise kernels and LoRA's
+# *thin GEMM*. Its launches are fewer, but $c$ is larger: *host* stays. Now both clocks are close, and *captured* saves 6 %.
+# *Compiled* has kernels of 2.2 times the *floor*.
+#
+# In the figure below, a *launch call* is CUDA's part of $c$. The host's white is the rest of it, and the profiler.
 
 # %%
 with lab.attempt("Host and GPU, from traces"):
@@ -702,8 +697,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# *Dense*: profiling causes most idling. Without it the GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU.
-# *Captured*: the host waits, the GPU works.
+# *Dense*: profiling causes most idling. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: the host waits, the
+# GPU works.
 #
 # **Takeaway.** First fewer launches and waits: 2.4 to 2.9 times as fast. Then less kernel work, compiled and captured: 3.4 times
 # again.
@@ -715,8 +710,7 @@ with lab.attempt("Host and GPU, from traces"):
 #
 # **Technique.** Section 3's dispatch mode makes each operation begin later. The mode itself costs time: the *detour*.
 #
-# **Measurement.** *Grouped* is slowed by the detour alone, then by 30 or 90 µs an operation, too. Short steps, slowed too, give
-# $c$.
+# **Measurement.** *Grouped* is slowed by the detour alone, then by 30 or 90 µs an operation, too.
 
 
 # %%
@@ -765,10 +759,11 @@ with lab.attempt("A step over its host"):
     plt.show()
 
 # %% [markdown]
-# The detour makes a launch 1.8 times as long, the step 1.03: kernels of 441 ms still hide launches of 386. At 581 they don't. The
-# slowed points are a weak test: their $c$ comes from short steps with the same delay.
+# The detour makes a launch 1.8 times as long, the step only 1.03: kernels still hide launches. With 30 µs more they don't. The
+# delay is for an operation, $c$ for a launch: so $c$ grows by 22. It is a weak test: $c$ comes from short steps with the same
+# delay.
 #
-# **How far can you trust the replay?** Section 5's, in all our H100 and H200 runs:
+# **How far can you trust the replay?** Section 5's replay, in all our H100 and H200 runs:
 
 # %%
 rows, off = [], {}
@@ -791,8 +786,8 @@ lab.table(pd.DataFrame(rows))
 #
 # **Question.** How long would the step take on other cards, with this host?
 #
-# **Technique.** Arithmetic scales with dense peak, memory traffic with bandwidth. We don't know what bounds a kernel there: scale
-# all by peak, then all by bandwidth. Section 2's short form gives a step for each, by this host's $c$.
+# **Technique.** We don't know what bounds a kernel there: scale all by dense peak, then all by bandwidth. Section 2's short form
+# gives a step for each, by this host's $c$.
 
 
 # %%
@@ -836,7 +831,7 @@ rows = [
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# **A test.** Do our H100's kernels lie between the ends? And its steps, by its own $c$?
+# **A test.** Our H100's kernels should lie between the ends, and its steps, by its own $c$:
 
 # %%
 on_an_h100, rows = {}, []
@@ -874,11 +869,10 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# With its own $c$ the H100 lies between the ends, but for the loop's step, 9 % above. The test is weak: H100 and H200 have equal
-# peaks. The figure's bars have this host's $c$. The short form is low: three H200 dots are 6 to 10 % higher.
+# All but the loop's step do, which takes 9 % longer. The test is weak: H100 and H200 have equal peaks. The short form is low,
+# too: three H200 dots are 6 to 10 % above their bars.
 #
-# Launches don't get faster with a card. On a B200 launches decide *dense*: 277 ms, or 340 with *again*'s $c$. A B200 runs the
-# loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
+# Launches don't get faster with a card. By this model a B200 runs the loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
 #
 # **Back to the article.** By its rates gpt-oss-120b takes, in seconds for 32 texts:
 #
@@ -887,10 +881,13 @@ plt.show()
 # | RTX PRO | 12.3 | 15.8 |
 # | H100 | 12.5 | 11.1 for 16 |
 #
-# On short texts unequal cards differ by 2 %: hosts seem to decide, not cards. The H100's 16 long texts, unpadded 3.7 times the
-# tokens of 32 short ones, take 11 % less, not more: its host may decide, too. With 32, section 11's kernels, unpadded, double to
-# 11 s: at 20 to 23 µs a step of 12 to 13 s. The H100 wins. So half a batch can explain the order, if the article looped over
-# experts.
+# On short texts unequal cards differ by 2 %: hosts seem to decide, and then both hosts are about equally fast. The H100's 16 long
+# texts, with 3.7 times the tokens of 32 short ones, take no longer: launches seem to decide there, too, though 11.1 s are 11 %
+# too few.
+#
+# What if the H100 took 32 long texts? The RTX PRO's kernels take 15.8 s at most. The H100's bandwidth is 1.9 times as high, its
+# peak 2.3 times: its kernels take at most 8.4 s, less than the launches. So we expect some 12 s: the H100 wins. Half a batch can
+# explain the order, if the article looped over experts. Nobody timed it.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -952,12 +949,11 @@ print(faster_than(4, theirs, my_experts, routed_tokens, times=times, tolerance=3
 # ## Before you buy a card
 # 1. Put your step into section 4.
 # 2. Remove launches while they take longer than kernels.
-# 3. Estimate that step on the card, as below, to shorten your list. Rent the best and time it.
+# 3. Estimate that step on the card, as below. Rent the best and time it.
 # 4. Check that your batch fits: lab 09.
 # 5. While the host decides, buy a faster host or a cheaper card. Once kernels do, compare ms an example, times price.
 #
-# Section 4's longest steps. With a host half as fast, the last column, *dense* goes from 42 to 72 ms on a B200, and stays at 186
-# on the RTX PRO:
+# Section 4's longest steps. A host half as fast slows *dense* on a B200, not on the RTX PRO:
 
 
 # %%
@@ -986,10 +982,10 @@ with lab.attempt("Your own step on four cards"):
 # %% [markdown]
 # ## 9 · The article's own counts
 #
-# **Question.** The article counts examples an hour. Can a card make so many?
+# **Question.** The article's H100 makes 9,200 long examples an hour on Qwen3-32B. Can it?
 #
-# **Technique.** Attention aside, a token costs 4 FLOPs for each frozen parameter it meets: 2 forward, 2 for the gradient of the
-# input. A batch of 32 fits only with checkpointed blocks. They cost 2 more, but for `down_proj`, whose output isn't needed.
+# **Technique.** Attention aside, a token costs 4 FLOPs for each frozen parameter it meets. A batch of 32 fits only with
+# *checkpointed* blocks. They are computed again, which costs 2 more for most parameters.
 
 
 # %%
@@ -1015,8 +1011,7 @@ longest = expected_longest(LONG, 32)
 print(f"The longest of 32 long texts: {longest:,} tokens on average")
 
 # %% [markdown]
-# The article's H100 makes 9,200 long examples an hour on Qwen3-32B, in batches of 32, of 861 tokens on average and at most 2,048.
-# We guess lognormal lengths with σ = 1: padded to the longest of 32, each has 2,045.
+# Long texts have 861 tokens on average. We guess lognormal lengths: padded to the longest of 32, each has 2,045.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on at its dense peak?
 
@@ -1044,7 +1039,7 @@ for place, name in enumerate((BLACKWELL, H100)):
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Padded, the H100 would reach 96 % of its peak, too much to believe; not padded, 39 %. So it hardly padded all to 2,045.
+# Padded, the H100 would reach 96 % of its peak, too much to believe. So it hardly padded all to 2,045.
 #
 # **Takeaway.** Examples an hour are at most peak FLOPs an hour over the FLOPs of an example.
 
@@ -1077,7 +1072,7 @@ lab.keep(Run("08", "moe weights", metrics={"four_bit_gb": four_bit}, tags=tags, 
 lab.verdict("A3.120b.weights")
 
 # %% [markdown]
-# **What gets adapters in gpt-oss?** The article got attention alone. Ask PEFT:
+# **What gets adapters in gpt-oss?** Ask PEFT:
 
 # %%
 asked = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -1091,10 +1086,10 @@ lab.keep(Run("08", "moe adapters", metrics={"adapted": adapted}, tags=tags))
 lab.verdict("A3.120b.attention-only")
 
 # %% [markdown]
-# PEFT's `target_modules` finds modules. Experts are parameters, which `target_parameters` names. bitsandbytes skips those and
-# leaves them in 16 bits: 229 GB. The table assumes a loader as unsloth's, which puts them in 4.
+# PEFT's `target_modules` finds modules. Experts are parameters, which `target_parameters` names. bitsandbytes leaves those in 16
+# bits. The table assumes 4, as with unsloth's loader.
 #
-# **Does a batch fit?** Texts have 2,048 tokens, GB are $10^9$ bytes, and 96 GiB are 103:
+# **Does a batch fit?** Texts have 2,048 tokens, and a card of 96 GiB holds 103 GB:
 
 # %%
 nf4 = 4 + 8 / 64 + 32 / (64 * 256)  # double quantisation, lab 07
@@ -1130,19 +1125,18 @@ lab.keep(Run("08", "model of memory", metrics=found, tags=tags, **of_shapes))
 lab.verdict("A3.32b.qlora-batch")
 
 # %% [markdown]
-# Lab 07 measured the two checkpointed 32Bs: 86.3 and 50.1 GB. So QLoRA fits if its blocks are checkpointed.
+# QLoRA of Qwen3-32B fits if its blocks are checkpointed; lab 07 measured 50.1 GB.
 #
 # **Takeaway.** Count parameters first, then activations.
 
 # %% [markdown]
 # ## 11 · Can a host explain the article's order?
 #
-# **Question.** On gpt-oss-120b and long texts the article's RTX PRO makes 1.4 times as many examples an hour as its H100, or 1.3 by
-# its text. Can two clocks explain that?
+# **Question.** With long texts on gpt-oss-120b the article's RTX PRO is 1.3 to 1.4 times as fast as its H100. Can two clocks
+# explain that?
 #
-# **Technique.** Enlarge this lab's steps: launches by layers and experts, kernels by FLOPs. For another card scale
-# (`step_model.scale`) products by the roofline, all else by bandwidth. Assumed: checkpointing (launches and kernels × 1.5), a
-# loop over experts, no padding, like hosts, free dequantising.
+# **Technique.** Enlarge this lab's steps: launches by layers and experts, kernels by FLOPs, and for another card by the roofline.
+# Assumed: checkpointing, a loop over experts, no padding, like hosts, free dequantising.
 #
 # **Kernels first.** Lab 07's Qwen3-32B on an H200 tests the enlarging:
 
@@ -1198,8 +1192,8 @@ for run in [run for run in large if run.metric("flops_per_step") and run.metric(
 lab.table(pd.DataFrame(rows), otherwise="No Qwen3-32B on record: labutils run 07 --scale full")
 
 # %% [markdown]
-# They are 15 and 32 % too long here. **Then launches.** Layers are alike: thin models of one and two layers tell how many
-# operations any depth has.
+# Predicted kernels are up to 32 % too long. **Then launches.** Thin models of one and two layers tell how many operations any
+# depth has.
 
 
 # %%
@@ -1225,7 +1219,7 @@ grown["moe"] = operations_in(36, 128) / operations_in(moe_size.layers, moe_size.
 print(f"gpt-oss-120b launches {grown['moe']:.1f} times as much as our model")
 
 # %% [markdown]
-# **The large steps** by section 2's short form, with this host for both cards, in the article's batches.
+# **The large steps** by section 2's short form, with this host, in the article's batches.
 
 
 # %%
@@ -1271,11 +1265,10 @@ fitted_us = ours_us * (articles_s - waits_s) / in_short["host, s"]
 print(f"A launch took the article's hosts {fitted_us:.0f} µs, if launches decide short texts.")
 
 # %% [markdown]
-# Fitted to short texts, like hosts take 23 µs. On Qwen3-32B kernels decide: the article beats us by 1.4 and 1.8 times. We also
-# try these factors on gpt-oss's kernels, which is a guess.
+# On Qwen3-32B kernels decide, and the article beats us by 1.4 and 1.8 times. As a guess, we also shorten gpt-oss's kernels by
+# these factors.
 #
-# **Which host does it take?** Draw the Blackwell card's rate over the H100's for many hosts: a band from our kernels to shortened
-# ones.
+# **Which host does it take?** Draw the Blackwell card's rate over the H100's for many hosts, from our kernels to shortened ones.
 
 # %%
 batches = {"the article's batches": {}, "32 texts on both": {"equal": True}}
@@ -1322,9 +1315,10 @@ if own_steps:
 lab.verdict("A3.32b.factor", "A3.120b.factor")
 
 # %% [markdown]
-# **Answer.** With like hosts and batches the slower card loses in our model. With 16 on the H100 it is 1.2 (our kernels) to 1.6
-# (shortened) times as fast at 23 µs, and 1.0 to 1.4 at 20; the article: 1.3 to 1.4. At 18, or padded at 20, it can lose. A slower
-# host for the H100 alone wasn't tried.
+# **Answer.** With like hosts and 32 texts on both, the slower card loses with every host drawn. With 16 on the H100 it is 1.2 to
+# 1.6 times as fast at the fitted 23 µs, 1.0 to 1.4 at 20. At 18 µs, or padded at 20, it can lose. Both fits together, 23 µs and
+# the article's kernels, give 1.6. So two clocks can explain the order. The article's 1.3 to 1.4 lies in the band, no more. A
+# slower host for the H100 alone wasn't tried.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 
