@@ -153,7 +153,7 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 # - Where the host reads a result, it *waits*: its clock jumps to the GPU's.
 #
 # That is the *replay*. It has a short form for $n$ equal launches, kernels of $K$ in all, and $w$ evenly spread waits, the last
-# at the end. Each wait adds one kernel or one launch, whichever is shorter:
+# at the end. The figure below shows where the last term comes from:
 #
 # $$ t = \max(K,\; n\,c) + w\,\min(K/n,\; c) $$
 #
@@ -220,7 +220,8 @@ for ax, k in zip(axes, (0.01, 0.04), strict=True):
 plt.show()
 
 # %% [markdown]
-# Above, the host decides. Below, kernels decide.
+# Above, the host is slower. At the wait it stands still for one kernel, 10 µs. Below, kernels are slower. After the wait nothing
+# is queued, so the GPU stands still for one launch, 30 µs.
 #
 # **Takeaway.** The slower of two clocks decides, and waits add to it. If it is the host's, a step is *launch-bound*.
 
@@ -312,8 +313,8 @@ lab.table(pd.DataFrame(rows))
 # 1. Trace the step: each kernel's ms, and where the host waits.
 # 2. Profiling slows the host. So time a step that the host decides, unprofiled: texts of 8 tokens. `c_short` is the $c$ whose
 # replay takes as long.
-# 3. Longer texts need as many *operations*. Assume that these set the host's time: then *host, ms* is one number for all lengths.
-# More launches share it, so $c$ is smaller.
+# 3. Longer texts need about as many *operations*, in more launches. Assume that operations set the host's time: then *host, ms*
+#    stays, and $c$, its share of a launch, is smaller.
 
 
 # %%
@@ -450,8 +451,9 @@ lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
 # Isn't the larger of *host* and *kernels* enough? In five rows it is within 10 %. In *moe*, 2,048, it is 25 % low, the replay 6
-# %: both clocks are close, and 463 waits keep the host from running ahead. In *moe*, 256 and 1,024, the step is shorter than
-# *host*: there $c$ is a little too large.
+# %: both clocks are close, and 463 waits keep the host from running ahead. In *moe*, 256 and 1,024, the larger sum is nearer:
+# both steps took 157 ms, less than *host*. A smaller $c$ would help there and harm at 2,048, so the replay has an error that $c$
+# alone can't mend.
 #
 # **Takeaway.** A trace and a short step predict a step, on our H200 within 11 % in six steps.
 
@@ -565,7 +567,7 @@ lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
 # In *dense* kernels decide. In *loop* launches take more than twice as long as kernels, and the GPU idles 56 to 64 %. This host
-# isn't steady: the same loop took 1,372 ms, then 1,140.
+# isn't steady: read again, *dense*'s $c$ is 22 % larger, and the same loop took 1,140 ms, not 1,372.
 #
 # **Takeaway.** Kernels decide *dense*, launches *loop*.
 
@@ -697,8 +699,8 @@ with lab.attempt("Host and GPU, from traces"):
         plt.show()
 
 # %% [markdown]
-# *Dense*: profiling causes most idling. *Loop*: the GPU waits for launches, the host for the GPU. *Captured*: the host waits, the
-# GPU works.
+# *Dense*: profiling causes most idling; without it the GPU idles 9 %. *Loop*: the GPU waits for launches, the host for the GPU.
+# *Captured*: the host waits, the GPU works.
 #
 # **Takeaway.** First fewer launches and waits: 2.4 to 2.9 times as fast. Then less kernel work, compiled and captured: 3.4 times
 # again.
@@ -869,8 +871,8 @@ ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
 plt.show()
 
 # %% [markdown]
-# All but the loop's step do, which takes 9 % longer. The test is weak: H100 and H200 have equal peaks. The short form is low,
-# too: three H200 dots are 6 to 10 % above their bars.
+# In the test kernels lie between the ends in four rows of four, steps in three: the loop's takes 9 % longer. The test is weak:
+# H100 and H200 have equal peaks. The short form is low, too: three H200 dots are 6 to 10 % above their bars.
 #
 # Launches don't get faster with a card. By this model a B200 runs the loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
 #
@@ -886,8 +888,8 @@ plt.show()
 # too few.
 #
 # What if the H100 took 32 long texts? The RTX PRO's kernels take 15.8 s at most. The H100's bandwidth is 1.9 times as high, its
-# peak 2.3 times: its kernels take at most 8.4 s, less than the launches. So we expect some 12 s: the H100 wins. Half a batch can
-# explain the order, if the article looped over experts. Nobody timed it.
+# peak 2.3 times, and on Qwen3-32B it was 2.6 times as fast. So its kernels take at most 8.4 s, less than the launches. We expect
+# some 12 s: the H100 wins. Half a batch can explain the order, if the article looped over experts. Nobody timed it.
 #
 # **Takeaway.** Remove launches, then compare cards.
 

@@ -261,8 +261,9 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# The largest message, 256 MiB, reached 297 GB/s: the answer to section 1. At that rate the UNet's 3.44 GB take 12 ms. Nearly all
-# can hide behind the backward pass. So *predicted*, the least, is hardly more than one process's step.
+# The largest message, 256 MiB, reached 297 GB/s: the answer to section 1. At that rate the UNet's 3.44 GB take 12 ms. All but 0.1
+# ms can hide behind the backward pass. So on NVLink the bound is one process's step: it says nothing of what DDP took here. It
+# decides in section 4, where links are slow.
 #
 # DDP's efficiency was 99.5 % with LoRA, 77.7 % with all weights: 2 and 39 ms more than *each for itself*. But one process's rate,
 # measured again, differed by up to 14 %: the machine is unsteady, no time decides. On two H200s elsewhere, the column *ours*, the
@@ -368,11 +369,11 @@ lab.verdict("A4.memory.fsdp")
 # **Time.** In *gradients*, – is one micro-batch, else four. *Sync each*, measured twice, took 706 and 664 ms, *no_sync* 578. FSDP
 # took 27 % longer than DDP with all weights, 16 % with LoRA. The machine is unsteady: no time decides. Messages and memory do.
 #
-# **What a trace shows.** Communication is *exposed* while NCCL's kernel runs and nothing computes. The kernel may only wait for
-# the other rank, so this isn't DDP's cost.
+# **Where are section 2's 39 ms?** There *exposed* was sending after the last gradient, by ranks that never wait. A trace can't
+# tell sending from waiting: here *exposed* is all time in which NCCL's kernel runs and nothing computes. So it isn't DDP's cost.
 #
 # **Prediction.** All weights of the UNet are trained with DDP. In how many percent of the traced steps' time is communication
-# exposed? No formula here tells it.
+# exposed? Expect more than section 2's 0.1 ms.
 
 # %%
 my_exposed: float | None = None  # for example 5
@@ -399,8 +400,9 @@ plt.show()
 #   rate needs 12: they wait, or share the GPU. So section 2 gives a bound and no forecast.
 # - *fsdp*: it communicates through most of the step, to gather weights and to reduce-scatter gradients.
 #
-# **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
-# saved 45 % of the peak with all weights, 4 % with LoRA: take it for a model that doesn't fit otherwise.
+# **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, 2.2 GB less, the same
+# gradients. FSDP saved 45 % of the peak with all weights, 4 % with LoRA. Its cost in time is open here: take it when memory is
+# what you lack.
 
 # %% [markdown]
 # ## 4 · Which network is too slow?
@@ -441,13 +443,21 @@ plt.show()
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1 to 100 GbE | 44 % |
 #
-# The table is for two H100s, one micro-batch and float32, by the sharper bound. With BF16 gradients 100 GbE's 44 % becomes 70,
-# with four micro-batches and `no_sync` 76: not excluded. On 40 GbE these are 36 and 49. One process's rate is uncertain by 14 %:
-# then the 44 is 49, still excluded, and the 49 is 54: undecided.
+# The table is for two H100s, one micro-batch and float32. Other ways to train all weights, by the same code:
 #
-# For N ranks, one a host, divide rate / $R$ by 2(N − 1)/N, and exclude below 1/N. Eight on 100 GbE do at most 2.4 GPUs' work.
+# | UNet, all weights, at most | 40 GbE | 100 GbE |
+# |---|---|---|
+# | float32, one micro-batch | 20 % | 44 % |
+# | BF16 gradients | 36 % | 70 % |
+# | four micro-batches, `no_sync` | 49 % | 76 % |
 #
-# **Takeaway.** Compute the bound before you rent. It excludes where it is clearly below 1/N. It promises nothing.
+# One process's rate is uncertain by 14 %, which raises the 44 and the 49 by 5 points. So the 44 is barely excluded, and the 49 is
+# undecided.
+#
+# For N ranks, one a host, divide rate / $R$ by 2(N − 1)/N, and exclude below 1/N. N times the bound is how many GPUs' work you
+# get at most: eight hosts on 100 GbE do 2.4, not excluded and a bad purchase.
+#
+# **Takeaway.** Compute the bound before you rent. Clearly below 1/N, the network is excluded. Above, nothing is promised.
 
 # %% [markdown]
 # ## 5 · NCCL's variables, and the Docker command
