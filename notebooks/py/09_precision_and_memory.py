@@ -18,9 +18,8 @@
 # %% [markdown]
 # # Lab 09 · Precision and memory
 #
-# Article A4 is a guide: enable this, use that. It has no measurement. Here parts of its advice become switches of a real training
-# loop. You predict what two of them do, and see all flipped. Then you take the memory of a training step apart, and compute its
-# peak without a card.
+# Article A4 is a guide without measurements. Here parts of its advice become switches of a real training loop. You predict what
+# two of them do, and measure all. Then you compute a step's peak memory without a GPU.
 #
 # **After this lab you can**
 # - train with autocast and a GradScaler, and say what they do to the numbers;
@@ -36,7 +35,7 @@
 # | `small` | a GPU of 8 GB | 3 minutes |
 # | `full` | a GPU of 80 GB | 4 minutes |
 #
-# A CPU has fewer switches. On a CPU the H200's tables follow your own.
+# A CPU has fewer switches; there the H200's tables follow your own.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -85,30 +84,22 @@ if device == "cpu":
 #
 # **Question.** Which advice shortens the step, which saves memory, and what does it cost?
 #
-# The loop is Stable Diffusion's LoRA training in plain PyTorch. Latents and texts are there already, so no data path is in the
-# times. *base* is the article's mixed precision, with the frozen weights in 16 bits, too. *float32* has neither that nor TF32, a
-# rounding that section 2 explains. Every other row changes one of these two; *tf32* flips both of TF32's switches.
+# The loop is Stable Diffusion's LoRA training, on latents and text embeddings that are there already. *base* is the article's
+# mixed precision, with the frozen weights in 16 bits, too. *float32* has neither that nor TF32, a rounding that section 2
+# explains. Every other row changes one of these two; *tf32* turns on both of TF32's switches.
 
 # %%
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all switches, and the sections below take their rows from it (`labutils/labs/lab09_toggles.py`):
+# One comparison measures all switches (`labutils/labs/lab09_toggles.py`). Each round times every row once and *base* twice; every
+# other round goes backwards. To read the tables:
 #
-# ```python
-# others = ["float32", *switches]  # but base
-# for turn in range(rounds):
-#     for name in ["base", *others, "base again"][:: -1 if turn % 2 else 1]:
-#         ms[name].append(step_ms(name))
-# # A switch's effect: the median, over rounds, of its ms / its base's
-# ```
-#
-# To read the tables:
-#
-# - *time*: this effect, with its 95 % interval. It can differ from the ratio of the two steps.
-# - *floor*: the time of the step's FLOPs, without recomputing, at your card's rate in the row's fastest format.
-# - *base again*: nothing changed: the noise, in this text −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and verdicts on
-#   time stay open. Of times, *probably* means: the interval lies far outside the noise.
+# - *time*: the median, over rounds, of the row's ms over its base's, with a 95 % interval. It can differ from the ratio of the
+#   two steps.
+# - *floor*: the time of the step's FLOPs, without recomputing, at your GPU's rate in the row's fastest format.
+# - *base again*: the second *base*. It shows the noise, in this text −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and
+#   verdicts on time stay open. *Probably* means: the interval lies far outside the noise.
 # - *here* is this run, *ours* an earlier one on our H200.
 
 
@@ -123,9 +114,9 @@ flips = Runs(runs.values()).select(experiment="toggles")
 # **Question.** FP16 halves the bytes and uses tensor cores. What does it do to the gradient?
 #
 # **Technique.** `autocast` runs products and convolutions in 16 bits, and keeps norms and long sums in float32. FP16's smallest
-# number is 6e-8, and a gradient below half of it becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by a large
-# factor before the backward pass, and divides the gradients by it before the update. If a gradient has overflowed, the scaler
-# skips the update and halves the factor. This is article A4's loop, written for today's PyTorch.
+# number is 6e-8. A gradient below half of it becomes 0: it *underflows*. So a `GradScaler` multiplies the loss by a large factor
+# before the backward pass, and divides the gradients by it before the update. If a gradient has overflowed, it skips the update
+# and halves the factor.
 
 # %%
 torch.manual_seed(0)
@@ -173,10 +164,11 @@ for name, found in {
 assert off(gradient(torch.float16, 2.0**14), exact) < 0.01
 
 # %% [markdown]
-# At most one *weight* got a gradient of 0. Without a scaled loss gradients are still 15 % off on the H200. Each is a sum over
-# gradients of activations. With the loss times 0.01, as here, these are below 1e-6, where FP16 has steps of 6e-8. Some become 0,
-# which is *underflow*; others are rounded coarsely. Both spoil the sums, and a scaled loss cures both. BF16 has float32's range
-# and needs no scaler, but it stores 7 bits of mantissa where FP16 stores 10.
+# On the H200 FP16's gradient is 15 % off without a scaled loss, yet at most one of 2,404 weights got a gradient of 0. A weight's
+# gradient is a sum over gradients of activations. With this small loss these are below 1e-6, where FP16 has steps of 6e-8. Some
+# become 0, others are rounded coarsely. A scaled loss cures both.
+#
+# BF16 has float32's range and needs no scaler. But it stores 7 bits of mantissa where FP16 stores 10.
 #
 # **Your prediction:** in FP16 with a scaled loss the UNet's gradient is 0.14 % off on the H200. By how many percent is it off in
 # BF16, with three bits fewer?
@@ -187,8 +179,8 @@ my_error: float | None = None  # for example 1
 lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %% [markdown]
-# **Measurement.** One batch through the full UNet. Each form rounds the frozen weights and the noise, too. *Throughout* has no
-# autocast: norms and sums compute, and adapters are stored, in 16 bits, too.
+# **Measurement.** One batch through the UNet. Each form rounds frozen weights and noise, too. *Throughout* has no autocast:
+# norms, sums and stored adapters are in 16 bits, too.
 
 # %%
 numbers = lab.keep(numerical_effects(unet))
@@ -198,11 +190,10 @@ lab.show(numbers, columns, experiment="numbers")
 lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 
 # %% [markdown]
-# BF16's error, 1.08 %, is 7.8 times FP16's: nearly $2^3$.
+# BF16's gradient is 1.08 % off, 7.8 times as much as FP16's: nearly $2^3$.
 #
-# Of the adapters' gradients 31 % became 0 without a scaled loss, and hardly any with it. Autocast's gradient was 15 % nearer to
-# float32's than *throughout*'s. That is one batch of a model with random weights, and the loss factors differ: $2^{16}$ with
-# autocast, $2^{10}$ without.
+# Without a scaled loss 31 % of the adapters' gradients became 0. Those were small ones, so the whole is only 12 % off. Autocast's
+# error is 15 % smaller than *throughout*'s. That is one batch with random weights, and the loss factors differ.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32?
 
@@ -217,11 +208,11 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# On the H200 the peak fell to less than a fifth: section 2 finds why. The floor fell to a fifteenth, and the step probably to a
-# fifth or a quarter. Now it is seven times its floor, so arithmetic isn't the limit. The limit may be the *host*, the CPU that
-# launches kernels: see section 3.
+# Mixed precision probably shortens the H200's step by 79 %. The step is now seven times its floor, so arithmetic isn't the limit.
+# The limit may be the *host*, the CPU that launches kernels: see section 3. The peak fell to less than a fifth. Section 2
+# explains why it isn't half.
 #
-# **Takeaway.** Compare one gradient before you trust a format.
+# **Takeaway.** In FP16 scale the loss. Compare one gradient with float32's before you trust a format.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -229,8 +220,8 @@ lab.verdict("A4.pytorch.mixed-precision")
 # **Question.** Tensor cores can multiply float32 numbers if these are rounded to **TF32** first. Which switch does that, and
 # what else changes?
 #
-# **Technique.** TF32 keeps float32's range and 10 bits of mantissa. There are two switches. PyTorch's defaults differ: matrix
-# products don't use TF32, convolutions do.
+# **Technique.** TF32 keeps float32's range and 10 bits of mantissa. There are two switches. By default matrix products don't use
+# TF32, convolutions do.
 
 
 # %%
@@ -250,12 +241,13 @@ print(f"by hand:       {off(tf32(a) @ tf32(b), exact):.4%} off")
 assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 
 # %% [markdown]
-# `torch.backends.cudnn.conv.fp32_precision` is the other switch. It also decides which *algorithms* cuDNN may use. Some of them
-# rearrange or transform inputs and filters first, and need room for the result: a *workspace*. A workspace is no tensor, so no
-# list of tensors shows it. PyTorch takes the first algorithm on cuDNN's list that runs ([issue
-# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of the UNet's convolutions.
-# Their weights are frozen, as in the UNet. It also names the longest kernel: *fft* is a Fourier transform, *cf32* complex
-# numbers.
+# On the H200 both are 0.0293 % off: the products' switch rounds the inputs.
+#
+# `torch.backends.cudnn.conv.fp32_precision` is the convolutions' switch. It also decides which *algorithms* cuDNN may use. Some
+# transform inputs and filters first, and need room for the result: a *workspace*. It is no tensor, so no list of tensors shows
+# it. PyTorch takes the first algorithm on cuDNN's list that runs ([issue
+# 49207](https://github.com/pytorch/pytorch/issues/49207)). The cell measures the workspace of five of the UNet's convolutions,
+# without TF32 (*ieee*) and with it. It names the longest kernel, too: *fft* is a Fourier transform, *cf32* complex numbers.
 
 
 # %%
@@ -295,26 +287,26 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# *float32* and *tf32* hold the same tensors. Yet the H200's peaks are 65.9 and 17.5 GB, 48 apart; *tf32* probably peaks
-# elsewhere.
+# Both switches probably shorten the step. The convolutions' also changes memory: for the same tensors the H200's peak is 65.9 GB
+# without it, and 17.5 with it.
 #
-# - One convolution alone, 1,280 channels on 32 × 32 pixels, took a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier
-#   transforms: 1,280 × 1,280 filters on 64 × 64 points, of which 64 × 33 complex numbers of 8 bytes are kept, are 27.7 GB. Twice
-#   that, with inputs and results, is 55.7: why twice is open.
-# - *Time*: the convolutions' switch alone, PyTorch's default, brings 578 ms to 338. *base* takes 124, probably 57 to 66 % less;
-#   section 1's −79 % is against no TF32 at all.
-# - FP16 saves 83 % against 65.9 GB and 34 %, 6.0 GB, against 17.5. Some 2 of the 6 are the frozen weights: autocast alone leaves
-#   these in float32.
+# - One convolution, 1,280 channels on 32 × 32 pixels, takes a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier transforms
+#   turn each of 1,280 × 1,280 filters from 3 × 3 numbers into 64 × 33 complex ones of 8 bytes. That makes 27.7 GB; we didn't look
+#   for the rest.
+# - If this convolution makes the peak, all else takes 65.9 − 55.7 = 10.2 GB at that moment. That is less than 17.5, so with TF32
+#   the peak is at another moment.
+# - Against 17.5 GB, PyTorch's default, FP16 saves 6.0. Some 2 of these are the frozen weights: autocast alone leaves them in
+#   float32. Against the default's 338 ms *base* probably takes 63 % less, not section 1's 79.
 #
-# **Takeaway.** Say against what you compare. Peak memory depends on which algorithms a library may choose.
+# **Takeaway.** Say what you compare with. Peak memory depends on which algorithms a library may choose.
 
 # %% [markdown]
 # ## 3 · Time for memory
 #
 # **Question.** Activations wait in memory for the backward pass. What does it cost to keep fewer?
 #
-# **Technique.** `checkpoint` keeps a block's input, and computes the block again in the backward pass. *Accumulation* trains
-# on a part of the batch at a time and adds up the gradients. `saved_tensors_hooks` sees what autograd keeps.
+# **Technique.** `checkpoint` keeps a block's input, and computes the block again in the backward pass. *Accumulation* trains on a
+# part of the batch at a time and adds up the gradients. `saved_tensors_hooks` sees what is kept.
 
 # %%
 def block():
@@ -372,12 +364,12 @@ assert math.isclose(1e6 * plain_mb, saved_for_backward(blocks, lambda: forward(b
 print(f"kept: {plain_mb:.2f} MB; checkpointed {again_mb:.2f}; a quarter at a time {part_mb:.2f}")
 
 # %% [markdown]
-# Checkpointing keeps six inputs and the last sum, 0.92 MB; without it each block keeps two of 512 × 256 more. In the UNet with
-# LoRA most weights are frozen. Forward is one part of the arithmetic, backward about one more: gradients of activations, hardly
-# any of weights. Computing the blocks again adds one part to two.
+# Checkpointing keeps six inputs and the last sum, 0.92 MB. The gradients are the same.
 #
-# **Your prediction:** by how many percent does checkpointing lengthen the UNet's step? The arithmetic says at most 50. That
-# holds for a step whose time goes into arithmetic on the GPU.
+# In the UNet most weights are frozen. So forward is one part of the arithmetic, backward about one more: gradients of
+# activations, hardly any of weights. Computing the blocks again adds one part to two.
+#
+# **Your prediction:** by how many percent does checkpointing lengthen the UNet's step? If arithmetic sets its time, at most 50.
 
 # %%
 my_again: float | None = None  # for example 30
@@ -390,10 +382,12 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# **Who sets the pace?** On the H200 *accumulation* takes 965 ms for eight micro-batches of one example, 121 ms each. All eight
-# together take 124. So the host may set the pace. Then count launches, not FLOPs. Checkpointing adds a second forward pass,
-# launched from Python, and bookkeeping of its own: together 94 % more time, interval 52 to 117. A trace can separate these (lab
-# 02).
+# On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. That is more than arithmetic explains. Your
+# prediction is scored by the ratio of the two steps, 86 %.
+#
+# **Who sets the pace?** *Accumulation* takes 121 ms for each of eight examples, *base* 124 for all eight at once. So the host may
+# set the pace, not arithmetic. Then launches count, not FLOPs. Checkpointing launches a second forward pass from Python, and does
+# bookkeeping of its own.
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
@@ -408,8 +402,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 # ```
 #
-# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and
-# attention, too. It took more memory than *checkpointing*, and probably more time; we suspect the Python call at each operation.
+# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and attention,
+# too. It repeats fewer operations than *checkpointing*, yet probably takes longer. The Python call at each operation may be why.
 #
 # **Takeaway.** Before you trade time for memory, ask who sets the pace. If it is the host, FLOPs don't tell the price.
 
@@ -419,8 +413,7 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # **Question.** Layout, cuDNN's autotuner, another form of the optimizer: each is one line. Does it pay on this loop?
 #
 # **Technique.** Layout, autotuner and a fused AdamW may change the result by rounding only. bitsandbytes' AdamW keeps its
-# *moments*, running averages of each gradient and its square, in 8 bits.  The row *cudnn.benchmark* also permits TF32, only to
-# make cuDNN choose anew; FP16 doesn't use TF32.
+# *moments*, running averages of each gradient and its square, in 8 bits.
 
 # %%
 import bitsandbytes as bnb
@@ -455,25 +448,27 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# Of the switches on *base* the three that save much memory probably lengthen the step. The last verdict needs a sure loss; an
-# unsteady machine has none.
+# None of these four shows a shorter step: the noise hides any effect.
 #
-# - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again after capturing
-#   the step (lab 04).
-# - *AdamW* updates a thousandth of the weights here, so 8 bits save few bytes. The fused form saves launches; whether that helps,
-#   the noise hides. Where all weights are trained in float32, moments take twice their bytes, and 8 bits save nearly three
-#   quarters of that.
+# - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again on a captured
+#   step (lab 04).
+# - *AdamW* updates a thousandth of the weights here, so 8 bits save few bytes: the fused form, with float32 moments, has the same
+#   peak. Where all weights are trained in float32, 8 bits save nearly three quarters of the moments' bytes. In the cell above
+#   three updates in 8 bits are 0.72 % off.
+#
+# Of all eleven switches four show a shorter step: those to 16 bits or TF32. The three that save much memory on *base* probably
+# lengthen it.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change.
 
 # %% [markdown]
 # ## 5 · The peak, computed
 #
-# **Question.** What is in the peak, when is it reached, and can you know it without the card?
+# **Question.** What is in the peak, when is it reached, and can you know it without the GPU?
 #
-# **Technique.** A ledger counts the bytes of every tensor that an operation makes, for as long as anything holds it. On the
-# *meta* device tensors have shapes and no contents. The same step with the same ledger runs there, at any size and in no memory.
-# It counts *storages*, the memory behind tensors: views share one. `weakref.finalize` calls `freed` when a storage is freed.
+# **Technique.** A ledger counts the bytes of every tensor that an operation makes, for as long as anything holds it. It counts
+# *storages*, the memory behind tensors: views share one. `weakref.finalize` tells when one is freed. On the *meta* device tensors
+# have shapes and no contents: the same step with the same ledger takes no memory.
 
 
 # %%
@@ -531,21 +526,21 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
     assert all(math.isclose(other[phase], mb, rel_tol=0.01) for phase, mb in here.items())
 
 # %% [markdown]
-# The numbers on *meta* are the same within 1 %.
+# The numbers on *meta* are the same within 1 %. Two peaks consist of:
 #
-# - *forward*: weights, 8.4 MB; eight outputs and the square, 2.1 each.
-# - *backward*: weights, 8.4; eight outputs and four tensors of the loss's gradient, 2.1 each. No weight's yet.
-# - *first update*: weights, gradients and two moments, 8.4 each, and 2.1 of temporaries. From the second step on the moments'
-#   16.8 are there from the start: after `zero_grad` the backward pass should peak, at 33.6 + 16.8 = 50.4.
+# - *backward*: weights, 8.4 MB; eight outputs and four tensors of the loss's gradient, 2.1 each. No weight has a gradient yet.
+# - *first update*: weights, gradients and two moments, 8.4 each, and 2.1 of temporaries.
 #
-# Plan with the second step:
+# In the second step the moments' 16.8 MB are there from the start. After `zero_grad` the backward pass should then peak highest,
+# at 33.6 + 16.8 = 50.4. So plan with the second step:
 #
 # $$\text{peak} = W + M + \max_t\,(G_t + A_t + T_t) + 2 \times 34\ \text{MB}$$
 #
-# Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ come and go. The last term is the H200's:
-# cuBLAS's workspaces, one for the forward pass's thread and one for autograd's. **A real model's ledger needs two additions**
-# (`labutils/training/peak_memory.py`): results and copies in 16 bits, as `autocast("cuda")` does nothing on *meta*; and an
-# imitation of fused attention. cuDNN's workspaces are not predicted, section 2 says why.
+# Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ vary with the moment $t$. The last term is
+# the H200's: cuBLAS's workspaces, one for the forward pass's thread and one for autograd's.
+#
+# **A real model's ledger needs two additions** (`labutils/training/peak_memory.py`): copies in 16 bits, as `autocast("cuda")`
+# does nothing on *meta*; and an imitation of fused attention. cuDNN's workspaces aren't predicted.
 #
 # **Your prediction:** three models, each with checkpointing *off*, by *blocks* and *selective*. Stable Diffusion is at batch 4
 # here. By how many percent is the worst of the nine predictions off on the H200?
@@ -590,19 +585,18 @@ lab.show(told, columns, experiment="memory")
 lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
-# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. That model's three are 0.1 GB too low, we don't
-# know why; the others at most 0.3 % off. Of the peak, figure and larger last column miss up to 0.03 GB.
+# The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. That model's three are 0.1 GB too low, the
+# others at most 0.3 % off. The figure and the last two columns miss up to 0.03 GB of the peak.
 #
-# Gradients and moments are too thin to be seen: only adapters have them.
+# The weights are always there. Gradients and moments are too thin to be seen, as only adapters have them.
 #
 # - *Everything kept:* activations pile up in the forward pass and go in the backward pass, so the peak lies between the two.
 # - *Checkpointed:* fewer are kept. Each hump of the backward pass, drawn as temporaries, is a block computed again. In Stable
 #   Diffusion one hump is the peak.
-# - *Qwen3:* the peak is at the *logits*, a number for each token and word, and their float32 copies. Checkpointing can't shrink
-#   them. Lab 06's chunked loss can.
+# - *Qwen3:* the peak is at the *logits*, a number for each token and each word of the vocabulary, and their float32 copies.
+#   Checkpointing can't shrink them. Lab 06's chunked loss can.
 #
-# The next cell predicts Stable Diffusion 1.5 at full size, in section 3's batch of 8. `on="cuda"` imitates a GPU; nothing runs on
-# one.
+# The next cell predicts the full-size Stable Diffusion 1.5 in section 3's batch of 8. `on="cuda"` imitates a GPU.
 
 # %%
 sd_full = open_workload("sd15-lora", "full")
@@ -612,17 +606,20 @@ for mode in ("off", "blocks"):
     print(f"checkpointing {mode}, batch 8: {gb:.1f} GB on a GPU")
 
 # %% [markdown]
-# On the H200 section 3 measured 11.5 and 4.34 GB: the second is a little too high; the table's, at batch 4, was too low.
+# On the H200 section 3 measured 11.5 and 4.34 GB. The second prediction is a little too high; at batch 4 it was too low, and we
+# didn't look for why.
 #
-# **Takeaway.** Ask *when* the peak is reached before you ask what to save. And compute it before you rent the card, if
-# convolutions may use TF32 or 16 bits. Leave room: PyTorch keeps freed memory, and CUDA itself takes some.
+# So you can know the peak without the GPU, if convolutions may use TF32 or 16 bits. Else section 2's workspaces are missing.
+# Leave room: PyTorch keeps freed memory, and CUDA itself takes some.
+#
+# **Takeaway.** Ask *when* the peak is reached before you ask what to save. Compute it before you rent the GPU.
 
 # %% [markdown]
 # ## 6 · Out of memory, on purpose
 #
 # **Question.** A step runs out of memory. When is its memory free again?
 #
-# **Technique.** A ledger with a limit raises the error that a full card raises.
+# **Technique.** A ledger with a limit raises the error that a full GPU raises.
 
 
 # %%
@@ -645,8 +642,8 @@ print(f"after it {ledger.now / 1e6:.2f} MB")
 assert ledger.now < 0.1 * ledger.peak
 
 # %% [markdown]
-# Inside the `except` block nothing is free. The exception holds the traceback, that holds the frames of the failed step, and
-# those hold its tensors. `torch.cuda.empty_cache()` can't free those tensors. So leave the block first:
+# It is free after the `except` block. Inside nothing is: the exception holds the traceback, that holds the failed step's frames,
+# and those hold its tensors. `torch.cuda.empty_cache()` can't free them. So leave the block first:
 #
 # ```python
 # try:
@@ -663,7 +660,7 @@ assert ledger.now < 0.1 * ledger.peak
 # %% [markdown]
 # ## Exercises
 #
-# The easiest first. Each cell checks itself. `lab.solution("09.1")` shows how the first can be solved.
+# Each cell checks itself. `lab.solution("09.1")` shows how the first can be solved.
 
 # %%
 from labutils.course.exercises import check, smaller_than
@@ -677,7 +674,7 @@ my_gb = None  # two numbers, for example (8, 5)
 print(check("09.1", my_gb))
 
 # %% [markdown]
-# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. Memory is linear in the batch. The card has 80 GB, and a tenth
+# **2.** A step of batch 1 peaks at 20 GB, one of batch 3 at 32 GB. Memory is linear in the batch. The GPU has 80 GB, and a tenth
 # of it should stay free. Which batch is the largest?
 
 # %% tags=["exercise"]
@@ -685,10 +682,10 @@ my_start = None  # a whole number
 print(check("09.2", my_start))
 
 # %% [markdown]
-# **3. Write checkpointing.** Fill in `Again` without `torch.utils.checkpoint`: keep the block's input, compute the block again
-# in the backward pass. `by_hand` must have `all_kept`'s result and gradients, and keep at most a third of the bytes. The
-# gradient that is compared is `x`'s. `block` is an argument without a gradient, so `backward` returns `None` for it. You need
-# `ctx.save_for_backward`, `detach().requires_grad_()`, `torch.enable_grad` and the result's own `backward(slope)`.
+# **3. Write checkpointing.** Fill in `Again` without `torch.utils.checkpoint`: keep the block's input, compute the block again in
+# the backward pass. `by_hand` must have `all_kept`'s result and gradient of `x`, and keep at most a third of the bytes. `block`
+# is an argument without a gradient, so `backward` returns `None` for it. You need `ctx.save_for_backward`,
+# `detach().requires_grad_()`, `torch.enable_grad` and the result's own `backward(slope)`.
 
 # %% tags=["exercise"]
 class Again(torch.autograd.Function):
@@ -720,8 +717,7 @@ print(smaller_than(3, all_kept, by_hand, some_rows, share=1 / 3, module=blocks))
 
 # %% [markdown]
 # ## What to read on
-# - Micikevicius and others: *[Mixed Precision Training](https://arxiv.org/abs/1710.03740)*, 2017. Loss scaling, and what has
-#   to stay in float32.
+# - Micikevicius and others: *[Mixed Precision Training](https://arxiv.org/abs/1710.03740)*, 2017. Loss scaling.
 # - Kalamkar and others: *[A Study of BFLOAT16 for Deep Learning Training](https://arxiv.org/abs/1905.12322)*, 2019.
 # - Chen and others: *[Training Deep Nets with Sublinear Memory Cost](https://arxiv.org/abs/1604.06174)*, 2016. Checkpointing.
 # - Dettmers and others: *[8-bit Optimizers via Block-wise Quantization](https://arxiv.org/abs/2110.02861)*, 2021.
