@@ -179,8 +179,8 @@ my_error: float | None = None  # for example 1
 lab.predict("gradient off in BF16 by", my_error, "%")
 
 # %% [markdown]
-# **Measurement.** One batch through the UNet. Each form rounds frozen weights and noise, too. *Throughout* has no autocast:
-# norms, sums and stored adapters are in 16 bits, too.
+# **Measurement.** One batch through the UNet. Each form rounds frozen weights and the diffusion's noise, too. *Throughout* has no
+# autocast: norms, sums and stored adapters are in 16 bits, too.
 
 # %%
 numbers = lab.keep(numerical_effects(unet))
@@ -192,8 +192,9 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 # %% [markdown]
 # BF16's gradient is 1.08 % off, 7.8 times as much as FP16's: nearly $2^3$.
 #
-# Without a scaled loss 31 % of the adapters' gradients became 0. Those were small ones, so the whole is only 12 % off. Autocast's
-# error is 15 % smaller than *throughout*'s. That is one batch with random weights, and the loss factors differ.
+# Without a scaled loss 31 % of the adapters' gradients became 0. Those were small ones: the whole is 12 % off, and coarse
+# rounding may do much of that. Autocast's error is 15 % smaller than *throughout*'s. That is one batch with random weights, and
+# the loss factors differ.
 #
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32?
 
@@ -208,11 +209,12 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.pytorch.mixed-precision")
 
 # %% [markdown]
-# Mixed precision probably shortens the H200's step by 79 %. The step is now seven times its floor, so arithmetic isn't the limit.
-# The limit may be the *host*, the CPU that launches kernels: see section 3. The peak fell to less than a fifth. Section 2
-# explains why it isn't half.
+# Mixed precision probably shortens the H200's step by 79 %. The step is still seven times its floor, so arithmetic isn't the
+# limit. Memory traffic or the *host*, the CPU that launches kernels, may be: section 3. The peak fell to less than a fifth.
+# Section 2 explains why it isn't half.
 #
-# **Takeaway.** In FP16 scale the loss. Compare one gradient with float32's before you trust a format.
+# **Takeaway.** FP16 needs a scaled loss. BF16 doesn't, for three bits less. Compare one gradient with float32's before you trust
+# a format.
 
 # %% [markdown]
 # ## 2 · TF32, and room for a convolution
@@ -385,8 +387,8 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. That is more than arithmetic explains. Your
 # prediction is scored by the ratio of the two steps, 86 %.
 #
-# **Who sets the pace?** *Accumulation* takes 121 ms for each of eight examples, *base* 124 for all eight at once. So the host may
-# set the pace, not arithmetic. Then launches count, not FLOPs. Checkpointing launches a second forward pass from Python, and does
+# **Who sets the pace?** *Accumulation* takes 121 ms for each of eight examples, *base* 124 for all eight at once. So probably the
+# host sets the pace. Then launches count, not FLOPs. Checkpointing launches a second forward pass from Python, and does
 # bookkeeping of its own.
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
@@ -448,7 +450,7 @@ print(f"{tried} switches tried, {left} don't show a shorter step")
 lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 
 # %% [markdown]
-# None of these four shows a shorter step: the noise hides any effect.
+# None of these four shows a shorter step. The noise hides effects of some 10 to 20 %.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again on a captured
 #   step (lab 04).
@@ -539,8 +541,9 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 # Weights $W$ and moments $M$ stay. Gradients $G$, activations $A$ and temporaries $T$ vary with the moment $t$. The last term is
 # the H200's: cuBLAS's workspaces, one for the forward pass's thread and one for autograd's.
 #
-# **A real model's ledger needs two additions** (`labutils/training/peak_memory.py`): copies in 16 bits, as `autocast("cuda")`
-# does nothing on *meta*; and an imitation of fused attention. cuDNN's workspaces aren't predicted.
+# **For a model of your own:** build it on *meta* in the format in which it runs, and take two steps in `Ledger`. Under autocast
+# copies in 16 bits are missing, as `autocast("cuda")` does nothing on *meta*. Attention keeps more there than a fused kernel
+# does. `labutils/training/peak_memory.py` adds both. Peaks are *allocated* bytes, and cuDNN's workspaces aren't predicted.
 #
 # **Your prediction:** three models, each with checkpointing *off*, by *blocks* and *selective*. Stable Diffusion is at batch 4
 # here. By how many percent is the worst of the nine predictions off on the H200?

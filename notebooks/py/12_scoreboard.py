@@ -91,9 +91,11 @@ for complaint in page.passed_over:
 # comes from a *bootstrap*: draw as many rounds as there are, with repetition, and take their median, 2,000 times. The middle 95 %
 # of these medians is the interval.
 #
-# The cell imitates a machine with a *drift*: each visit adds 0.8 % of the first one's time. Times also scatter by 0.8 %.
+# The cell imitates a machine with a *drift*: each visit adds 0.8 % of the first one's time. Times also scatter by 0.8 %. There
+# are three orders of visiting: 1, all visits of A, then all of B; 2, in turns, A, B and A again in each round; 3, there and back,
+# every other round backwards. Case 4 has no drift.
 #
-# **Prediction.** Which of three orders of visiting find the truth, 0.96? Case 4 has no drift.
+# **Prediction.** Which orders find the truth, 0.96?
 
 # %%
 def effect(base, changed):
@@ -153,10 +155,10 @@ np.testing.assert_allclose((found.value, found.low, found.high), effect(a, b))
 # 3. **Steady?** If an end of *A again*'s interval is below 0.97 or above 1.03, the course's choice, the machine is *unsteady*,
 #    and times are *inconclusive*: nobody knows what the disturbance did to B.
 #
-# So B is *faster* in order 3: with $f$ = 1.020 its interval ends at 0.994. Orders 1 and 2 are *inconclusive*, even without step
-# 3: widened, B reaches from 0.89 to 1.18 and from 0.93 to 1.01.
+# So B is *faster* in order 3: with $f$ = 1.020 its interval ends at 0.994. Orders 1 and 2 are *inconclusive* by step 2 alone:
+# widened, B reaches from 0.89 to 1.18 and from 0.93 to 1.01. That is for this seed: with another, order 2 may pass.
 #
-# Do exercise 3 before you read section 3's code.
+# Write exercise 3's rule now, before section 3's code gives it away.
 #
 # **Takeaway.** Compare within a round, turn every other round around, and ask what the same thing twice would have shown.
 
@@ -210,16 +212,6 @@ lab.table(("claim", "allowed", "ours", "A again", "by the cell", "the course's v
 # - *A2.fixed.speed* fits unwidened. But the interval of *A again* reaches 1.552; we didn't look for why. Widened, B's is 0.28 to
 #   0.72, beyond both limits: *inconclusive*, even without step 3.
 #
-# **Prediction.** A *statement* is a claim that something is so. We could test 131. 36 are times whose noise we know; 95 are
-# counts, bytes, data sheets, single times and the like. How many percent of the 131 are confirmed? Guess both groups on paper,
-# then the whole.
-
-# %%
-my_confirmed: float | None = None  # for example 90
-
-lab.predict("statements confirmed by our GPUs, of those they could test", my_confirmed, "%")
-
-# %% [markdown]
 # A claim is of one of four kinds:
 #
 # | kind | what it says | its verdicts |
@@ -234,6 +226,14 @@ lab.predict("statements confirmed by our GPUs, of those they could test", my_con
 # - *inconclusive*: the widened interval lies across the limit, the machine was unsteady, or the model depends on an assumption;
 # - *not testable here*: this machine or its runs can't answer;
 # - *differs between hosts*: our machines give different verdicts.
+#
+# **Prediction.** We could test 131 statements. 36 are times whose noise we know; 95 are counts, bytes, data sheets, single times
+# and the like. How many percent of them are confirmed? Guess both groups on paper, then the whole.
+
+# %%
+my_confirmed: float | None = None  # for example 90
+
+lab.predict("statements confirmed by our GPUs, of those they could test", my_confirmed, "%")
 
 # %%
 lab.show(lab12_scoreboard.tallies(board))
@@ -266,7 +266,7 @@ print(f"Unsteady: {len(unsteady)}. The change exceeds the noise in {len(clear)}:
 # - *All else*: 79 of 95, 83 %. These are counts, bytes, shares of time, single times, and 12 rows of data sheets. None is
 #   inconclusive. The noise of single times wasn't measured, so more is decided, not better proved.
 # - Times whose noise we know: 3 of 36, 8 %. For 25 the machine was unsteady: step 3 applied. In 11 of these the change exceeds
-#   the noise: step 3 hides a direction. How many verdicts it changes isn't counted.
+#   the noise: step 3 hides a direction, against 1 and not against the claim's limits. How many verdicts it changes isn't counted.
 #
 # So this board says little about the size of the articles' speed-ups.
 #
@@ -290,7 +290,7 @@ plt.show()
 #
 # *Off by a factor of* compares what was published with what was found. An example: 30 % less memory was published, so 0.70
 # remains. We found 6.9 % less, so 0.93. The factor is 0.93 / 0.70 = 1.33. For words and steps the code computes none. The first
-# table has the statements that times or memory refuted, the second all others.
+# table has the statements judged by runs with an effect, the second all others.
 
 # %%
 sized = {j.claim.id for j in page.judgements if j.effects or (j.theirs and j.theirs.effects)}
@@ -314,8 +314,8 @@ lab.table(board.loc[refuted[~by_size].index, list(reasons)].rename(columns=reaso
 # | anyres.tokens | 2 / 1.67 = 1.20 |
 # | fp8-once | 1.28 / 1.10 = 1.16 |
 #
-# In nine of the ten we found more than was published: time, steps, memory or tiles. Only *anyres.tokens* is less. The other seven
-# are yes or no.
+# In nine of the ten we found more than was published: time, steps, memory or tiles. Only *anyres.tokens* is less. *one-tile* and
+# *no-anyres* are one fact. Of the other seven two are shares, 97 and 2 %, and five are yes or no.
 #
 # Six of the 17 depend on how the course reads a word. *Slightly*, in two of them, and *as little* mean at most 1.10 times,
 # *several times* at least 2, *optimal* 100 %, and *limits* is read by FLOPs, not time. *fp8.first-step* was timed once: ±3 % is
@@ -328,7 +328,7 @@ lab.table(lab12_scoreboard.disagreements(board), otherwise="Where both sides dec
 
 # %% [markdown]
 # Our CPU, which ran labs 04, 05, 07 and 08, disagreed on *A2.fp8.cast-saturates* only. Lab 05 has the cause: PyTorch's version.
-# A short run settles no time.
+# Data sheets and counts agree by nature, and a short run settles no time: so this agreement says little.
 #
 # The next cell shows any claim with its reason: choose in JupyterLab, or set the parameters `article`, `lab_number` and
 # `verdict`, with papermill for example `-p verdict refuted`.
