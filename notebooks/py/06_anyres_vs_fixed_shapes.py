@@ -18,17 +18,16 @@
 # %% [markdown]
 # # Lab 06 · AnyRes or fixed shapes
 #
-# Article A2 trains LLaVA-NeXT, which reads images and text. The article tries what helps language models: FP8, `torch.compile`,
-# QLoRA. Then it forces all images to one size, and a step takes half the time. Its explanation is *AnyRes*: images of different
-# shapes become different numbers of tokens, and the compiler starts over. But a small square also has fewer tokens.
+# Article A2 trains LLaVA-NeXT, which reads images and text, with FP8, `torch.compile` and QLoRA. Compiled, and with all images
+# forced to one size, a step takes half the time. The article's explanation is *AnyRes*: images of different shapes become
+# different numbers of tokens, and the compiler starts over. But a small square also has fewer tokens.
 #
 # **After this lab you can**
-# - count an image's tokens, and write a collator for a multimodal model;
-# - count recompilations, and write code that needs few;
-# - take a speed-up apart into its causes, and say what is left over;
-# - pack examples into rows, and compute a loss in chunks;
+# - write a multimodal collator, and count tokens and recompilations;
+# - take a speed-up apart into its causes;
+# - pack examples, and compute a loss in chunks;
 # - hold FP8 weights once, under LoRA;
-# - choose a method by its total time, for a card and a number of steps.
+# - choose a method by its total time.
 #
 # | scale | needs | time |
 # |---|---|---|
@@ -36,9 +35,7 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 141 GB | 6 minutes; 18 with all of the article's batch sizes |
 #
-# `full` trains llava-v1.6-mistral-7b.
-#
-# On a first reading skip section 6's loss, and sections 7 and 8.
+# `full` trains llava-v1.6-mistral-7b. On a first reading skip section 6's loss, and sections 7 and 8.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -109,12 +106,11 @@ geometry = SIZES["full"].geometry  # the article's model's, at any scale
 # %% [markdown]
 # ## 1 · What an image costs
 #
-# **Question.** How many tokens is a photograph of 500 × 500? And one of 336 × 336, the size with which the article means to
-# bypass AnyRes?
+# **Question.** How many tokens is a photograph of 500 × 500? And the small square of 336 × 336 that is to bypass AnyRes?
 #
-# **Technique.** The vision tower reads *tiles* of 336 × 336 pixels, and makes 24 × 24 tokens of each. AnyRes shows the tower
-# every image twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens that show only padding are
-# dropped. Each line of the grid ends with a newline token.
+# **Technique.** The *vision tower* turns pixels into tokens, 24 × 24 for each *tile* of 336 × 336. AnyRes gives it every image
+# twice: shrunk to one tile, and scaled into a grid of tiles that suits the shape. Tokens that show only padding are dropped. Each
+# line of the grid ends with a newline token.
 
 # %%
 TILE, SIDE = 336, 24  # a tile's pixels, and tokens, along a side
@@ -141,7 +137,7 @@ def image_tokens(height, width):
 
 
 # %% [markdown]
-# **Your prediction:** tokens of an image of 500 × 500. Work it out by hand: one tile, and a grid of 2 × 2 with its newlines.
+# **Prediction.** How many tokens has the photograph? Count one tile, and a grid of 2 × 2 with its newlines.
 
 # %%
 my_tokens: float | None = None  # for example 576
@@ -168,18 +164,19 @@ lab.keep(Run("06", "token-counts", tags={"experiment": "token-counts"}, metrics=
 lab.verdict("A2.anyres.tokens", "A2.fixed.no-anyres")
 
 # %% [markdown]
-# The smallest grid has two tiles, so no image is a single tile. A small square fills half of each; the rest is padding.
+# The photograph has 2,928 tokens: 576, and 48 lines of 48 and a newline. The small square has 1,176: the smallest grid has two
+# tiles, and the square fills half of each.
 #
-# **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image small: 1,176 tokens instead of 2,928.
+# **Takeaway.** The fixed shape doesn't switch AnyRes off. It makes every image small.
 
 # %% [markdown]
 # ## 2 · What a batch holds
 #
 # **Question.** A batch is a rectangle, and images differ. How much of it is padding?
 #
-# **Technique.** A *collator* makes a batch of examples. The processor cuts the tiles and repeats `<image>` once for each image
-# token. Only the answer gets labels. With a `length` it does as the article does: every image a small square, every text padded
-# to 2,048.
+# **Technique.** A *collator* makes a batch of examples. The processor cuts tiles and repeats `<image>` once for each image token.
+# Only the answer gets labels. With a `length` the batch is *fixed*, as in the article: every image a small square, every row
+# padded to 2,048 tokens.
 
 # %%
 processor = llava_processor(geometry, llava_tokenizer(512))  # yours: AutoProcessor.from_pretrained
@@ -205,7 +202,7 @@ def collate(examples, length=None):
 
 
 # %% [markdown]
-# **Your prediction:** which share of a *fixed* batch's tokens is useful, that is, no padding? Text has 14.
+# **Prediction.** Which share of a *fixed* batch's tokens is useful, that is, no padding? Text has 14.
 
 # %%
 my_useful: float | None = None  # for example 80
@@ -228,7 +225,10 @@ assert torch.equal(ours["input_ids"][0], course["input_ids"])
 assert torch.equal(ours["labels"][0], course["labels"])
 
 # %% [markdown]
-# **Takeaway.** Here AnyRes pads to 21 %, *fixed* to 42 %.
+# A *fixed* row has 1,176 + 14 useful tokens of 2,048, 58 %. AnyRes pads to the longest row. The article's images all have one
+# shape, so it pads little there.
+#
+# **Takeaway.** Padding is 21 % of this AnyRes batch, 42 % of *fixed*.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -240,12 +240,11 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # - *bf16*: weights in 16 bits.
 # - *fp8-te*: Transformer Engine's FP8 in Mistral's frozen layers; weights stay in 16 bits.
 # - *compile*: blocks compiled one by one; the article compiles the model.
-# - *fixed*: *compile* on small squares, padded to 2,048. A CPU compiles nothing: *eager-fixed*, and *fp8-frozen* (section 7).
-# - *qlora*: weights in 4 bits.
+# - *fixed*: *compile* on *fixed* batches. A CPU takes *eager-fixed*, and *fp8-frozen* (section 7).
+# - *qlora*: weights in 4 bits, with scales 0.516 bytes (lab 07).
 #
-# Memory is a line over the batch: the weights, and an amount for each example. QLoRA's weights take 0.516 bytes each, not 2 (lab
-# 07). But PEFT's preparation turns norms and embeddings into float32, so a number that flows from block to block has four bytes
-# instead of two.
+# Memory is a line over the batch: the weights, and an amount for each example. For QLoRA PEFT turns norms and embeddings into
+# float32. So a number that flows from block to block takes four bytes, not two.
 
 # %%
 WIDTH, LAYERS, KEYS, INNER, WORDS = 4096, 32, 1024, 14336, 32064  # Mistral 7B's
@@ -256,7 +255,7 @@ an_example = LAYERS * 2942 * WIDTH * (4 - 2)  # a block's input for each block, 
 print(f"saved once {saved / 1e9:.1f} GB, more for each example {an_example / 1e9:.2f} GB")
 
 # %% [markdown]
-# **Your prediction:** from which batch size on does QLoRA take *more* memory than BF16?
+# **Prediction.** From which batch size on does QLoRA take *more* memory than BF16?
 
 # %%
 my_crossing_batch: float | None = None  # a batch size
@@ -264,11 +263,11 @@ my_crossing_batch: float | None = None  # a batch size
 lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 
 # %% [markdown]
-# You measure batch 4; the parameter `batches` replaces it. *bf16, again* is the same method measured twice. Where the two can
+# You measure batch 4; the parameter `batches` changes it. *bf16, again* is the same method measured twice. Where the two can
 # differ by more than 3 %, the machine is *unsteady*, and no time decides.
 #
-# *Step* is a median; rates and *MFU* use means, where one slow step shows. *Data* is waiting for images. *Floor* is FLOPs at your
-# card's measured rate, *MFU* a share of the peak, for *fp8-te* of FP8's. Neither counts recomputing.
+# *Step* is a median; rates and *MFU* use means, where one slow step shows. *Floor* and *MFU* leave out recomputing; *fp8-te*'s
+# are by FP8's rate and peak.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -291,7 +290,7 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# One of *bf16, again*'s three steps took 3.0 s. The median hides it, the speed-up's interval doesn't: no time here decides.
+# One of *bf16, again*'s three steps took 3.0 s, so no time here decides.
 #
 # On another H200:
 
@@ -309,12 +308,13 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Against BF16, batches 8 to 24. Each time is of a single step, noise unknown:
+# Batches 8 to 24, against BF16. Each time is of a single step, its noise unknown.
 #
-# - *fixed* takes 44 to 45 % of the time. But it is also compiled. Compared with *compile*, its step is 37 to 38 % shorter, its
-#   useful tokens a second 35 to 36 % fewer;
-# - *compile* saves 28 to 30 %, *fp8-te* 13 to 19 (at batch 2 unclear); *qlora* costs 11 to 12;
-# - *qlora* takes 28.5 GB of 31.1 at batch 8, and 20 % more than BF16 at batch 24. The lines cross at batch 11, by formula at 13.
+# - *fixed* saves 55 to 56 % of the time and 15 to 23 % of the memory. Compared with *compile*, its step is 37 to 38 % shorter,
+#   its useful tokens a second 35 to 36 % fewer.
+# - *compile* saves 28 to 30 % of the time, *fp8-te* 13 to 19, but none at batch 2. Neither saves memory.
+# - *qlora* takes 11 to 12 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example,
+#   measured were 0.96. We didn't look for why.
 #
 # **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves some 10 GB once
 # and pays 1 GB for each example.
@@ -370,11 +370,11 @@ ax.set(yticks=(0.4, 1.4), yticklabels=("compiler", "steps"), xlabel="ms, by defa
 plt.show()
 
 # %% [markdown]
-# Each size counts twice: the first block's input has no gradient, so it gets code of its own. By default a second length is
-# compiled anew, once: the new code takes any length. After 8 versions PyTorch runs further sizes uncompiled.
+# With exact sizes each new length is compiled anew. By default only the second length is: the new code takes any length. Each
+# counts twice: the first block's input has no gradient, so it gets code of its own.
 #
-# Reading a number off the device splits the code: a *graph break*. To put image tokens into their places, the published model
-# counts them on the device. A collator can say beforehand which image token belongs where.
+# Reading a number off the device splits the code: a *graph break*. The published model counts image tokens on the device, to
+# place them. A collator can say beforehand which image token belongs where.
 
 # %%
 IMAGE = 7
@@ -407,8 +407,8 @@ for merge, where in ways.items():
 torch.compiler.reset()
 
 # %% [markdown]
-# **Your prediction:** how many recompilations do six steps (`tiny`: three) on the article's images take, the published model
-# compiled as a whole? Images have one token count here, answers don't, and each piece between graph breaks is compiled by itself.
+# **Prediction.** How many recompilations do six steps (`tiny`: three) on the article's images take, the published model compiled
+# as a whole? Images have one token count here, answers don't. Each piece between graph breaks is compiled by itself.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -416,7 +416,7 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Only the tracer, Dynamo, runs, on the smallest model.
+# Only the tracer, Dynamo, runs, on the smallest model. *blocks* has varied images, places from the collator, and compiled blocks.
 
 # %%
 small = {
@@ -435,21 +435,21 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# *uniform*: images have one number of tokens, so they cause none. In step 2 an answer is a token longer. As in the toy, pieces
-# are then compiled anew: probably step 2's 8. Step 1's 3 stay if text is padded (not shown). *varied*: 19 by step 6;
-# `torch._dynamo.utils.get_compilation_metrics()` lists why.
+# Varying images make the compiler start over: 19 times in six steps, against 11 with images of one size. The article's images
+# have one size, so there they didn't. *uniform*'s 8 in step 2 come from an answer that is a token longer: with text padded, only
+# step 1's 3 stay (not shown). The time lost wasn't measured.
 #
-# **Takeaway.** With places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of the two did it is
-# open.
+# **Takeaway.** On varied images with places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of
+# the two did it is open.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
 #
 # **Question.** The article's step got 47 to 53 % shorter. Which part is due to constant shapes?
 #
-# **Technique.** Add up what is known. Compiling alone made the article's step 11 to 20 % shorter. Small squares need less
-# computing, which shortens only what compiling leaves: 10 and 30 % would be $1 - 0.9 \cdot 0.7$, 37 %. Frozen weights take 2
-# FLOPs a token and weight in the forward pass, 2 in the backward pass. The tower only runs forward.
+# **Technique.** Compiling alone made the article's step 11 to 20 % shorter. Small squares need fewer FLOPs, which shortens only
+# what compiling leaves. What remains, the *rest*, may be due to constant shapes. A frozen weight takes 2 FLOPs a token in the
+# forward pass, 2 in the backward pass. The tower only runs forward.
 
 
 # %%
@@ -470,8 +470,8 @@ for compiling, whole in ((11, 47), (20, 53)):
     parts[f"article, {whole} %"]["rest"] = whole - compiling - fewer
 
 # %% [markdown]
-# **Your prediction:** a fixed step computes 68 % of the FLOPs. Compiled, and with nothing else gained, how much shorter is it than
-# BF16's if compiling alone saves 20 %?
+# **Prediction.** A fixed step computes 68 % of the FLOPs. How much shorter is it than BF16's if compiling alone saves 20 %, and
+# nothing else is gained?
 
 # %%
 my_sum: float | None = None  # in percent
@@ -501,9 +501,8 @@ lab.table(sums(Runs([*seen, *on_record])))
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
-# At batch 4, from *compile* to *fixed*, FLOPs fall to 68 %, time to 63 % (867 of 1,377 ms). The gap, 3.6 % of BF16's step, is
-# *rest*, the most that constant shapes gain if time follows FLOPs (not tested). Our H200s: 2 to 4 points; at batch 4, by
-# intervals, 1 to 11. The article: 7; if 11 % goes with 53 and 20 with 47, 13 and 1.
+# It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; if 11 % goes with 53 and 20 with 47, it is 13 and 1. On our
+# H200s it is 2 to 4 points; the intervals of batch 4 allow 1 to 11. Whether time follows FLOPs wasn't tested.
 #
 # FLOPs without padding to 2,048:
 
@@ -514,17 +513,18 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Speed-ups multiply. If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes
-# at most the rest.
+# A small square takes 39 % of a full image's FLOPs. Padding to 2,048 makes it 68 %.
+#
+# **Takeaway.** If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes at most the rest.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
 #
-# **Question.** The article wishes for kernels that take any length, so that AnyRes keeps its resolution at the speed of fixed
-# shapes. How fast can AnyRes be today?
+# **Question.** The article wishes for kernels that take any length, so that AnyRes is as fast as fixed shapes. How fast can it be
+# today?
 #
 # **Is one length faster by itself?** One full image a step. Rows are as long as they come (*blocks compiled*) or padded to one
-# length (*padded*). Same images, no block computed again, unlike section 3. Compare ms per 1k computed tokens.
+# length (*padded*). No block is computed again, unlike section 3. Compare ms per 1k tokens, padding included.
 
 # %%
 uniform.release_weights()
@@ -541,7 +541,7 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# *Padded* took 8 % less time a computed token, within the noise.
+# That stays open: *padded* took 8 % less time a token, within the noise of −30 to +13 %. A third of its tokens was padding.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -569,8 +569,7 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
-# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal; older versions take
-# `is_causal=True`. A batch of `collate`, packed:
+# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal. A batch of `collate`, packed:
 #
 # ```python
 # keep = batch["attention_mask"].bool()
@@ -579,10 +578,10 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
 # ```
 #
-# `pixel_values` and `image_sizes` stay as they are. Each example's first label must be −100, as it is: another text precedes it.
+# `pixel_values` and `image_sizes` stay. Each example's first label must be −100, as it is: another text precedes it.
 #
-# **Optional: memory of the loss.** Compute it in chunks, and each chunk again in the backward pass: so the logits, 32,064 numbers
-# a token, never exist all at once.
+# **Optional: memory of the loss.** Logits are 32,064 numbers a token. Computed in chunks, and each chunk again in the backward
+# pass, they never exist all at once.
 
 
 # %%
@@ -612,10 +611,9 @@ for loss in losses.values():
 
 # %% [markdown]
 # **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
-# takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only, and needs no
-# chunks. Hollow: the gain is within the noise, or the machine was unsteady.
+# takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only.
 #
-# **Your prediction:** the last rung's useful tokens a second, divided by the plain loop's.
+# **Prediction.** What are the last rung's useful tokens a second, divided by the plain loop's?
 
 # %%
 my_gain: float | None = None  # for example 2
@@ -638,17 +636,16 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# *blocks compiled* takes 69.6 ms for 1,000 useful tokens, the plain loop 129 and again 118, with the same images.
+# The last rung has 2.13 times the plain loop's useful tokens a second, on an unsteady machine. Of that *packed*'s 1.13x is open:
+# its images were smaller and its step had four times the tokens. *blocks compiled* had *bf16*'s images.
 #
-# **Takeaway.** Padded, a third of the tokens was useless; whether one length is faster by itself is open. *blocks compiled* is
-# probably 1.7 to 1.85 times as fast as *bf16*. *packed*'s 1.13x, with smaller images, four times the tokens and twice the GB, is
-# open.
+# **Takeaway.** *blocks compiled* was probably 1.7 to 1.85 times as fast as *bf16*, which was measured twice.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
 #
-# **Question.** The article's other wish: PEFT on FP8 weights that are held once, with as little memory as QLoRA. Can it be had from
-# the libraries?
+# **Question.** The article's other wish: PEFT on FP8 weights that are held once, with as little memory as QLoRA. Can libraries do
+# it?
 #
 # **Technique.** `quantized_model_init` has Transformer Engine build layers without a 16-bit weight. PEFT wraps such a layer in
 # `lora.TeLinear`.
@@ -674,7 +671,8 @@ def in_fp8():
 
 
 # %% [markdown]
-# The article left out the vision tower: FP8 takes multiples of 8 rows, and one tile has 577, one of them the class token.
+# The article left out the vision tower: Transformer Engine's FP8 takes multiples of 8 rows. A tile has 577: 24 · 24 and the class
+# token.
 
 # %%
 refusal = {"experiment": "fp8-te vision"}
@@ -698,8 +696,9 @@ taken = FrozenFP8Linear.from_linear(tower)(torch.randn(577, 1024, device=lab.dev
 print("577 rows through the frozen layer:", tuple(taken.shape))
 
 # %% [markdown]
-# Four blocks of the article's size with LoRA on all projections: BF16; Transformer Engine's FP8 weights; the same with *o_proj*,
-# which the article calls sensitive, and *down_proj* in BF16; and lab 05's frozen layer, under PEFT's plain LoRA layer.
+# Lab 05's frozen layer pads rows itself. It is *fp8-frozen* below, in four blocks with LoRA on all projections. *te* is
+# Transformer Engine's layer: as it is, with transposed weights dropped after each step, or with *down_proj* and *o_proj*, which
+# the article calls sensitive, in BF16.
 
 # %%
 width, blocks, length = (2048, 2, 512) if on_gpu else (256, 2, 128)
@@ -767,7 +766,7 @@ def stepper(model, around=contextlib.nullcontext, dropping=False):
 
 
 # %% [markdown]
-# **Your prediction:** Hopper's FP8 products take operands in one layout only, so the backward pass needs the weight transposed. How
+# **Prediction.** Hopper's FP8 products take operands in one layout only, so the backward pass needs the weight transposed. How
 # many bytes a parameter does Transformer Engine hold after some steps?
 
 # %%
@@ -813,20 +812,22 @@ lab.verdict("A2.left.fp8-once")
 steps = model = None
 
 # %% [markdown]
-# At batch 1 *fp8-frozen* took 10.4 GB in section 3's model, *qlora* 8.1. If FP8 grows as BF16 does, *qlora* takes more from batch
-# 4 on: not tried. Holding FP8 once works: *fp8-frozen* transposes a layer at a time; Transformer Engine holds one copy between
-# steps if you drop the transposes. Its peak within a step wasn't measured. Here FP8 took 1.5 to 1.9 times BF16's time, but the
-# machine was unsteady.
+# Transformer Engine holds 2 bytes a parameter, as many as BF16: the weight and its transpose. With transposes dropped it holds
+# 1.03 between steps, as *fp8-frozen* does. Peaks within a step weren't measured here.
 #
-# **Takeaway.** Held once between steps: yes, without transposes. QLoRA's memory: not at batch 1. Count bytes after some steps.
+# QLoRA's memory isn't reached at batch 1: in section 3's model *fp8-frozen* took 10.4 GB, *qlora* 8.1. FP8 was slower than BF16
+# here, on an unsteady machine. We didn't look for why.
+#
+# **Takeaway.** Libraries can hold FP8 weights once between steps, if you drop the transposes. At batch 1 QLoRA still takes less
+# memory.
 
 # %% [markdown]
 # ## 8 · The loss, or the seed?
 #
-# **Question.** The article compares losses after ten steps of one run each: FP8 +14 %, fixed shapes +2 %, QLoRA −2 %. How far apart
-# are two runs of the *same* recipe?
+# **Question.** The article compares losses after ten steps of one run each: FP8 +14 %, fixed shapes +2 %, QLoRA −2 %. How far
+# apart are two runs of the *same* recipe?
 #
-# **Technique.** Pair the runs: the same seed draws the same weights and the same data for both.
+# **Technique.** Pair the runs: one seed draws the same weights and data for both.
 
 
 # %%
@@ -844,9 +845,9 @@ print(f"one recipe, five seeds: {one.min():.4f} to {one.max():.4f}")
 print("the other against it, seed by seed:", [f"{change:+.1%}" for change in other / one - 1])
 
 # %% [markdown]
-# In this toy the spread over seeds is far larger than the effect. Paired, the effect has one sign on every seed.
+# In this toy the spread over seeds is far larger than the effect. Paired, the effect has one sign.
 #
-# **Your prediction:** the spread of BF16's final loss over seeds, largest over smallest, in percent.
+# **Prediction.** What is the spread of BF16's final loss over seeds, largest over smallest, in percent?
 
 # %%
 my_spread: float | None = None  # for example 5
@@ -875,23 +876,22 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# Three seeds of the `tiny` model, ten steps as in the article, end 3.8 % apart; paired, each method is within 0.12 % of BF16.
-# With random weights this shows how to compare, not the article's losses.
+# Three seeds of BF16 end 3.8 % apart. Paired, each method is within 0.12 % of BF16. With random weights in the `tiny` model this
+# shows how to compare, not the article's losses.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
 # %% [markdown]
 # ## 9 · Which method for me?
 #
-# **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed
-# shapes. Does that follow from its own numbers?
+# **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes.
+# Does that follow from its own numbers?
 #
-# **Technique.** A method's total time is a line over steps: its first step, and then the same amount for each later one.
+# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. *Break-even* is
+# where it catches up with another. `lab06_advisor.py` computes the article's step times from its break-evens and percentages.
 #
-# The article's step times are computed from its break-even counts (`lab06_advisor.py`).
-#
-# **Your prediction:** computed this way, fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579.
-# From which step on is the one without FP8 ahead?
+# **Prediction.** Fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579. From which step on is the
+# one without FP8 ahead?
 
 # %%
 my_overtaking: float | None = None  # for example 220
@@ -951,8 +951,8 @@ looks |= {"fixed": ("C4", "-"), "fixed-fp8-te": ("grey", "--")}
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# The chart doesn't follow. Its limits, 135 and 220, are the break-even counts against *BF16*. A method would have to overtake the
-# fastest: FP8 alone until about 150 steps, then FP8 with fixed shapes, until about 770.
+# The chart doesn't follow. FP8 alone is fastest until about 150 steps, then FP8 with fixed shapes, until 768. The chart's limits,
+# 135 and 220, are break-evens with *BF16*, not with the fastest method.
 
 # %%
 my_vram_gb, my_batch, my_steps = 48, 4, 2000
@@ -974,15 +974,14 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *In all*: 2,000 steps. But images of *fixed* have 1,190 useful tokens, not 2,942: by section 3's rates a million take *compile*
-# 120 s, *fixed* 179.
+# *fixed* ends first, but on small images: in section 3 *compile* trained on more useful tokens a second.
 #
 # **Takeaway.** First decide: full images or small squares? By an unsteady machine's times, and allocated GB:
 #
 # | you need | take |
 # |---|---|
 # | small squares | *fixed*: no other method was run on them |
-# | full images, batch 4 | *fp8-te*; after some 30 steps *compile*, or 80 if its step 2 compiles as long |
+# | full images, batch 4 | *fp8-te*; after some 30 steps *compile*, or 80 if its step 2 compiles as long as its first |
 # | full images, 20 GB | *compile* at batch 2: 19.4 GB |
 # | full images, 17 GB | *qlora* at batch 4: 16.9 GB |
 #
@@ -1006,7 +1005,7 @@ print(check("06.1", my_crossing))
 
 # %% [markdown]
 # **2. Useful tokens.** On another H200 BF16 trains on 2,942 useful tokens in 480 ms. A fixed example has 2,048 tokens, 1,190 of
-# them useful. How short must its step be to train on as many useful tokens a second?
+# them useful. How short must its step be for as many useful tokens a second?
 
 # %% tags=["exercise"]
 my_step_ms = None  # your number of milliseconds
