@@ -19,16 +19,15 @@
 # # Lab 07 · QLoRA and unsloth
 #
 # Article A3 fine-tunes language models of 8 to 120 billion parameters: with LoRA, with QLoRA, which holds the frozen weights in 4
-# bits, and with unsloth, a library that replaces much of the training code. You write the 4 bits by hand, build QLoRA as its
-# users do, take it apart, and compare the course's recipe with unsloth.
+# bits, and with unsloth, a library that replaces much of the training code.
 #
 # **After this lab you can**
-# - quantise weights to 8 and 4 bits as bitsandbytes does, NF4 bit for bit;
-# - set up QLoRA with transformers, PEFT and bitsandbytes, and say what each line changes;
-# - compute what restoring 4-bit weights costs a GPU, and see what that leaves open;
+# - quantise weights to 8 and 4 bits as bitsandbytes does;
+# - set up QLoRA, and say what each line changes;
+# - compute what restoring 4-bit weights costs a GPU;
 # - send activations to the host in six lines;
-# - compare two recipes like for like: the same rows and formats, time beside memory;
-# - train adapters, show what they changed, and swap them.
+# - compare two recipes like for like;
+# - train adapters and swap them.
 #
 # | scale | needs | time |
 # |---|---|---|
@@ -36,8 +35,8 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 141 GB | 6 minutes; Qwen3-32B, 1.5 more |
 #
-# At `full` the model is Qwen3-8B, at `small` Qwen3-0.6B; the parameter `qwen3_32b` adds Qwen3-32B. Weights are random unless you
-# set `weights = "hub"`: time and memory are the real model's. A CPU has no unsloth.
+# At `full` the model is Qwen3-8B, at `small` Qwen3-0.6B; `qwen3_32b` adds Qwen3-32B. With `weights = "hub"` weights are real,
+# else random: time and memory are the real model's. unsloth needs a GPU.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -96,8 +95,8 @@ traces = lab.cache_dir / "traces" / "lab-07"
 #
 # **Question.** How are numbers held in 8 bits, and what does one large number do to all others?
 #
-# **Technique.** *Absmax* multiplies all numbers by one constant, so that the largest becomes 127, and rounds. The *codes* and
-# the constant are kept. The article's example has four numbers.
+# **Technique.** *Absmax* multiplies all numbers by one constant, so that the largest becomes 127, and rounds them to *codes*. A
+# code over the constant *restores* its number, with a rounding error.
 
 
 # %%
@@ -125,8 +124,8 @@ lab.keep(Run("07", "absmax", metrics=found))
 print(f"c = {c.item():.1f}, codes {codes.tolist()}, restored {restored.numpy().round(4)}")
 
 # %% [markdown]
-# Take a million normally distributed weights, and make one of them an *outlier*. Quantise with one constant for all, and then
-# in *blocks*: a constant for each 64 neighbours. A number smaller than half a step, absmax/254, becomes 0.
+# Take a million normally distributed weights with one *outlier*. Quantise with one constant for all, and then in *blocks*: a
+# constant for each 64 neighbours. A number smaller than half a step, absmax/254, becomes 0.
 #
 # **Prediction.** The outlier is 100 standard deviations (*sigma*) large. With one constant, what share of the other codes is 0?
 
@@ -161,7 +160,8 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# At 100 sigma 31 % of the other codes are 0. Beyond some 5 · 254 = 1,270 sigma all are 0.
+# With one constant 31 % are 0: half a step is 0.39 sigma. The article expects nearly all to be 0. As the other weights reach 5
+# sigma, that takes an outlier of some 5 · 254 = 1,270.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -171,8 +171,8 @@ lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 # **Question.** Four bits are 16 levels. Weights are roughly normal: many small ones, few large ones. Where should the levels lie?
 #
 # **Technique.** NF4's levels are *quantiles* of the normal distribution: values below which a given share of numbers lies. Share
-# 0.5 is level 0. From there eight levels go up and seven down, in even steps of the share. The last share can't be 1, whose
-# quantile is infinite: bitsandbytes takes 0.9677. Then all are divided by the largest.
+# 0.5 is level 0. From there eight levels go up and seven down, in even steps of the share. Share 1 has an infinite quantile, so
+# bitsandbytes ends at 0.9677. Then all are divided by the largest.
 
 # %%
 edge = 0.9677083  # between 1 - 1/32 and 1 - 1/30: half a share of 16, and of 15
@@ -194,7 +194,7 @@ ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
 plt.show()
 
 # %% [markdown]
-# **Prediction.** Both in blocks of 64: by how many percent is NF4's error smaller than INT4's, 15 even levels from −7 to 7?
+# **Prediction.** INT4 has 15 even levels, from −7 to 7. In blocks of 64, by how many percent is NF4's error smaller?
 
 # %%
 my_gain: float | None = None  # for example 30
@@ -221,8 +221,9 @@ assert torch.equal(restored, bnb.dequantize_4bit(library, state))
 print("bytes, constants and restored weights: bitsandbytes', bit for bit")
 
 # %% [markdown]
-# The constants take 32/64, half a bit a weight. *Double quantisation* puts these in 8 bits: their mean is subtracted, and each
-# 256 share one constant. The 256 levels are bitsandbytes' own format. On a CPU two constants in a thousand differ.
+# A block's constant, now its absmax, takes 32/64, half a bit a weight. *Double quantisation* puts these constants in 8 bits:
+# their mean is subtracted, and each 256 share one constant. The 256 levels are bitsandbytes' own format. On a CPU two codes in a
+# thousand differ; we didn't look for why.
 
 # %%
 levels8, mean = bnb.create_dynamic_map(), peaks.mean()
@@ -260,18 +261,20 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# The article calls NF4 optimal in the sense of information theory. Then all codes would be equally frequent. They are not: a
-# block's largest weight gets an end level. That stretches the levels, so codes near 0 are too frequent.
+# NF4's error is 14.6 % smaller: its levels are dense where weights are many. It also has one level more than INT4.
 #
-# **Takeaway.** Blocks nearly halve the error of 4 bits. NF4 takes off a seventh more, but our INT4 has a level less. Converted
-# weights take 4.127 bits. Embedding and head stay out, and section 3 makes them float32: Qwen3-8B shrinks from 16.4 to 8.6 GB.
+# The article calls NF4 optimal in the sense of information theory: all codes equally frequent, with 4 bits each. They carry 3.88.
+# A block's largest weight gets an end level. That stretches the levels, so codes near 0 are too frequent.
+#
+# **Takeaway.** Blocks nearly halve INT4's error, and NF4 takes off a seventh more. With doubly quantised constants, a weight
+# takes 4.127 bits.
 
 # %% [markdown]
 # ## 3 · QLoRA as its users write it
 #
 # **Question.** Which lines make a model QLoRA, and what does each change?
 #
-# **Technique.** A tiny random Qwen3 stands in for `"Qwen/Qwen3-8B"`.
+# **Technique.** A tiny random Qwen3 stands in for `"Qwen/Qwen3-8B"`. Its *blocks* are the layers that it repeats.
 
 # %%
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -310,8 +313,9 @@ print("norms:", block.input_layernorm.weight.dtype, "adapters:", layer.lora_A.de
 print("blocks are computed again:", block.gradient_checkpointing)
 
 # %% [markdown]
-# The config asks for NF4, double quantisation and BF16 products. `prepare_model_for_kbit_training` turns checkpointing on, and
-# casts embedding, norms and head to float32. So "QLoRA against LoRA" is three changes: format, checkpoints, float32. The course's
+# Two calls do. `BitsAndBytesConfig` asks for NF4, double quantisation and BF16 products. `prepare_model_for_kbit_training` casts
+# embedding, norms and head to float32. It also turns *checkpointing* on: only a block's input is kept, a *checkpoint*, and the
+# backward pass computes the block again. So "QLoRA against LoRA" is three changes: format, checkpoints, float32. The course's
 # loop trains the same layers:
 
 
@@ -333,8 +337,8 @@ lab.keep(Run("07", "nf4 layer", metrics=same))
 print(f"The layer is {difference:.2%} off the product with its restored weight.")
 
 # %% [markdown]
-# Nothing is multiplied in 4 bits. The weight is *restored*, dequantised, to 16 bits before each product: in the forward pass, in
-# the backward pass, and in the forward pass that a checkpoint repeats.
+# Nothing is multiplied in 4 bits. The weight is restored to 16 bits before each product: forward, backward, and when a checkpoint
+# repeats the forward pass.
 #
 # Our loop, then TRL's trainer, on one batch:
 
@@ -378,9 +382,9 @@ with lab.attempt("SFTTrainer"):
     torch.testing.assert_close(torch.tensor(said), torch.tensor(losses), rtol=0.01, atol=0)
 
 # %% [markdown]
-# On our H200 both losses fall by 0.20, and differ by 0.001 at most.
+# The losses agree to 0.001.
 #
-# How much is trained, and what share of the bytes? Shapes tell: the *meta* device.
+# How many numbers does LoRA train? On the *meta* device tensors have shapes only.
 
 # %%
 qwen3_8b = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
@@ -399,6 +403,9 @@ lab.keep(Run("07", "lora-counts", metrics=found))
 lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 
 # %% [markdown]
+# LoRA trains 21.8 million numbers. QLoRA converts 6.95 of the 8.19 billion frozen ones. With the others in float32, 16.4 GB
+# shrink to 8.6, not to a quarter.
+#
 # **Takeaway.** 4 bits save storage, not arithmetic.
 
 # %% [markdown]
@@ -406,11 +413,12 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 #
 # **Question.** The article blames dequantising for QLoRA's longer step. How long does it take, on the GPU and on the host?
 #
-# **Technique.** Restoring $n$ weights reads 4.127 bits each and writes 16. Bytes over bandwidth:
+# **Technique.** *Dequantising* is restoring. For $n$ weights it reads 4.127 bits each and writes 16. The time is bytes over
+# bandwidth:
 #
 # $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
 #
-# Next: $B$, and the host's cost.
+# Next you measure $B$, and the host's extra time to launch a 4-bit layer.
 
 
 # %%
@@ -452,7 +460,7 @@ print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
 # **Prediction.** On packed rows of 4,096 tokens the H200 takes 394 ms a step with 16-bit weights. How many percent longer is it
-# with 4 bits? If the host were the limit, 2 × 252 calls of some 100 µs would add 50 ms.
+# with 4 bits? If the host were the limit, two calls of each of 252 layers, 100 µs each, would add 50 ms.
 
 # %%
 my_bits: float | None = None  # for example 20
@@ -460,11 +468,12 @@ my_bits: float | None = None  # for example 20
 lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
-# *Long* are four padded texts, some 4,400 useful tokens a step, *short* some 600; *packed* rows have 4,096, nearly all useful.
+# *Packed* rows have 4,096 tokens, nearly all useful. *Long* are four texts, padded to 8,192 tokens; over an epoch some 4,400 are
+# useful. *Short* are four texts with some 540 useful tokens.
 #
-# **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Both have packed rows, a
-# loss by chunks, no checkpoints, and adapters without PEFT's casts to float32. Each weight is restored twice. Traces give the
-# kernels' sum. Another trace, of lab 06's LLaVA with checkpoints, tests the formula with three uses.
+# **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Neither has checkpoints or
+# casts to float32, so each weight is restored twice. A trace of lab 06's LLaVA, with checkpoints, tests the formula with three
+# uses.
 
 # %%
 with Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True) as bench:
@@ -500,19 +509,19 @@ if on_gpu:
 lab.verdict("A3.qlora.cause")
 
 # %% [markdown]
-# On the H200 the format alone made the step 22 ms longer: 6 %, interval 4 to 9.
+# On the H200 4 bits alone made the step 6 % longer, with an interval of 4 to 9. That is 22 ms.
 #
-# - *Kernels:* those that restore weights take 17 ms in the trace, and all kernels together 17 more than before.
-# - *Host:* of its 50 ms, six show: gaps grow from 14 to 20.
-# - *Formula:* 8 % too low; on LLaVA 9.
+# - *GPU:* restoring takes 17 ms, 8 % more than by the formula. On LLaVA it is 10. We didn't look for why.
+# - *Host:* some 5 of its 50 ms show, as it launches while the GPU computes. The GPU is busy for 95 % of the step. LLaVA's step
+#   wasn't timed, so its 71 ms are open. One of our four other H200 hosts lost 14 %.
 #
-# **Takeaway.** 4 bits alone add 22 ms (15 to 34), and save 10 GB. Restoring takes 17 ms.
+# **Takeaway.** With the GPU busy, 4 bits alone cost 6 % of a step, mostly for restoring. They save 10 GB.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
 #
-# **Question.** Checkpointing computes each block again. What does each of QLoRA's three changes cost? And what does sending
-# checkpoints to the host save, as unsloth does? The article: 30 % less memory, 1.9 % more time.
+# **Question.** What does each of QLoRA's three changes cost? And what does sending checkpoints to the host save, as unsloth does?
+# The article: 30 % less memory, 1.9 % more time.
 #
 # **Technique.** PyTorch lets you say how a tensor is kept for the backward pass. Six lines send it to the host.
 
@@ -550,9 +559,8 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# 4.2 MB are eight blocks' inputs, 512 × 256 × 4 bytes each; the other eight tensors are empty. Each copy waits. The course's
-# `Parking` (`labutils/layers/activation_checkpoint.py`) has pinned memory and a stream of its own, and fetches a tensor one block
-# before it is needed.
+# 4.2 MB are eight blocks' inputs; the other eight tensors are empty. Here training waits for each copy. The course's `Parking`
+# (`labutils/layers/activation_checkpoint.py`), *offloaded* below, copies while the GPU computes.
 #
 # **Prediction.** LoRA, the base, keeps all activations; QLoRA has checkpoints. Frozen weights need no gradient: products take the
 # same backward as forward. Checkpoints make two passes three. Add restoring and float32. By how many percent is QLoRA's step on
@@ -587,21 +595,19 @@ for name, tags in {
 lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 
 # %% [markdown]
-# On the H200; steps in medians:
+# On the H200 QLoRA's step is 64 % longer than LoRA's. The 581 ms are:
 #
-# | from LoRA to QLoRA | ms | GB |
-# |---|---|---|
-# | LoRA | 910 | 102 |
-# | checkpointing | + 359, interval 352 to 363 | − 68 |
-# | 4 bits: restoring, the row *other* | + 26, trace | − 10, section 4 |
-# | float32, probably: ms, elementwise and casts; GB, embedding, head, checkpoints | + 154, trace | + 4.9, computed |
-# | gaps, and what isn't explained | + 41 | + 1.3 |
-# | QLoRA | 1,491 | 30 |
+# - *Checkpoints* cost 360 ms, 39 %, and save 68 GB. A third pass would be 50 %, but head and loss aren't computed again. The
+#   floor counts no second computation.
+# - *4 bits* cost 26 ms, of kernels that restore: *other* in the trace. They save 10 GB, as in section 4.
+# - *float32* probably costs 154 ms, of elementwise kernels and casts. By computation it takes 4.9 GB, as checkpoints, embedding
+#   and head double.
+# - *The rest* is 41 ms without a kernel, and 1.3 GB. We didn't look for why.
 #
-# Offloading saved 2.3 of 34.1 GB: all checkpoints are 2.4 GB. No cost in time shows.
+# Offloading saved 7 % of the memory, not 30: all checkpoints are 2.4 of 34.1 GB. No cost in time shows.
 #
-# **Takeaway.** QLoRA takes 64 % longer than LoRA without checkpoints, as in the verdict: 359 of 581 ms are checkpointing. With
-# checkpoints in both it is 17 %. Kernels then take 15 % more, in one trace: restoring 26 ms, float32 probably 154.
+# **Takeaway.** Of QLoRA's 581 ms more, 360 are checkpointing and 26 restoring. Against LoRA with checkpoints it takes 17 % longer
+# and saves 4 GB.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -634,11 +640,11 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# unsloth and PEFT both multiply in the order $(xA^\top)B^\top$. What would $x(BA)^\top$ cost? $BA$ is as large as the weight.
+# unsloth and PEFT both multiply in the order $(xA^\top)B^\top$. In $x(BA)^\top$, $BA$ is as large as the weight.
 #
-# **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two of 4,096 × 4,096, two of 4,096 × 1,024, three of 4,096 ×
-# 12,288. Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's
-# gradients need thin products only.
+# **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two 4,096 × 4,096, two 4,096 × 1,024, three 4,096 × 12,288.
+# Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's gradients need
+# thin products only.
 
 # %%
 my_order: float | None = None  # for example 10
@@ -674,8 +680,10 @@ for order, count in flops.items():
 print(f"wide first takes {flops['wide first'] / flops['thin first']:.0f} times the FLOPs")
 
 # %% [markdown]
-# **Measurement.** On padded texts all methods take the same batches. unsloth's first step builds its kernels. Meanwhile the
-# course compiles, which may lengthen it.
+# 213 times: its two wide products are as large as the frozen weight's own.
+#
+# **Measurement.** unsloth's first step, on record for one run, builds its kernels. Meanwhile the course compiles, which may
+# lengthen it.
 
 # %%
 bench = Benchmark(texts["long"], lab07_qlora.WARM_UP, same_batches=True)
@@ -700,12 +708,13 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # Against the usual QLoRA:
 #
-# - On long texts unsloth is worth a factor of two in time and more than three in memory.
-# - On short texts it is worth two in memory, and 2.7 in time: more than on long ones. QLoRA's kernels take 206 of 714 ms there,
-#   so the host sets the pace. Our other hosts left it open.
+# - On long texts unsloth is twice as fast, in less than a third of the memory.
+# - On short texts it is 2.7 times as fast, in half the memory. So here it gains more on short ones, against the article. QLoRA's
+#   kernels take 206 of 714 ms there: the host sets the pace. Our other hosts left it open.
 #
-# *QLoRA's 21 GB more, computed:* two or three float32 copies of all logits, a number for each token and word, 10 to 15; float32
-# checkpoints 4.8; embedding and head not in 16 bits 2.5. Sum: 17 to 22.
+# QLoRA takes 21 GB more on long texts. By computation, two or three float32 copies of all *logits*, a number for each token and
+# word, are 10 to 15 of them. Float32 checkpoints are 4.8, and embedding and head in float32 are 2.5 more than in 16 bits. The sum
+# is 17 to 22.
 #
 # **Takeaway.** Loss by chunks, 16 bits and checkpoints on the host can explain unsloth's memory. Which change brings the time,
 # these runs don't separate.
@@ -713,13 +722,11 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 # %% [markdown]
 # ## 7 · Like for like
 #
-# **Question.** The same 4 bits restored to BF16, blocks checkpointed in both, the same rows: how near to unsloth does plain
-# PyTorch come?
+# **Question.** With the same 4 bits, checkpoints and rows, how near to unsloth does plain PyTorch come?
 #
-# **Technique.** Packed rows, the loss by chunks and compiled blocks are from labs 04 and 06. Two parts are new. bitsandbytes'
-# kernel is closed to the compiler, so the weight is restored by look-ups in PyTorch, as you do in exercise 4
-# (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with* its block: the compiler sees what the
-# backward pass needs, and leaves out the rest.
+# **Technique.** Two parts are new; the others are from labs 04 and 06. bitsandbytes' kernel is closed to the compiler, so the
+# weight is restored by look-ups in PyTorch (`labutils/layers/quantization/nf4_linear.py`). And the checkpoint is compiled *with*
+# its block: the compiler sees what the backward pass needs, and leaves out the rest.
 
 # %%
 torch.manual_seed(0)
@@ -750,9 +757,9 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes.** *Published* is the library's code. Read two rows, *qlora* and *4 bits, compiled, checkpointed*: both have 4
-# bits and checkpoints. These change: *plain* adapters, no casts to float32, *rewritten* forward pass, *fused* loss by chunks,
-# compiled blocks, packed rows. *nf4-frozen* restores by look-ups:
+# **The recipes.** *qlora* and *4 bits, compiled, checkpointed* both have 4 bits and checkpoints. The latter also has *plain*
+# adapters without casts, a forward pass *rewritten* for the compiler, a *fused* loss by chunks, and look-ups, *nf4-frozen*.
+# *Published* is the library's code, or 16-bit weights:
 
 # %%
 compared = {name: recipe for name, (recipe, _) in lab07_qlora.METHODS["long"].items()}
@@ -762,8 +769,8 @@ lines = ((name, *(getattr(one, field) for field in fields)) for name, one in com
 lab.table(("recipe", *fields), *lines)
 
 # %% [markdown]
-# **Prediction.** On the H200 unsloth trains 9,600 useful tokens a second on packed rows, in 7.5 GB. How many times as many does
-# the recipe *4 bits, compiled, checkpointed* train?
+# **Prediction.** On the H200 unsloth trains 9,600 useful tokens a second on packed rows. How many times as many does the recipe
+# *4 bits, compiled, checkpointed* train?
 
 # %%
 my_ratio: float | None = None  # for example 1.1
@@ -793,23 +800,26 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better; the left green dot is *packed, 4 bits*. FP8 also rounds activations and gradients.
+# Up and to the left is better; the left green dot is *packed, 4 bits*.
 #
-# - *Against unsloth*, on five H200 hosts ours took 369 to 378 ms, unsloth 403, 404, 427 (here), 611 and 699. So ours is faster;
-#   why unsloth's vary is open. Memory: 9.05 against 7.54 GB; computed, checkpoints are 1.2 of the 1.5.
-# - *Against 16 bits, compiled:* 4 bits and checkpoints cost 103 ms and save 31 GB.
+# - *Speed:* our recipe trains 1.15 times as many as unsloth. It takes 13 % less time a token, with an interval of 6 to 22. On
+#   five H200 hosts its step took 369 to 378 ms, unsloth's 403 to 699. We didn't look for why unsloth's varies.
+# - *Memory:* ours takes 1.5 GB more. By computation 1.2 are checkpoints: unsloth's wait on the host.
+# - *FP8* has faster products, so a lower floor. It also rounds activations and gradients.
 #
-# **Takeaway.** On packed rows our compiled recipe is faster than unsloth, and takes 20 % more memory. With 40 GB compiled 16 bits
-# train 38 % more tokens a second than ours. Quality, and 16 bits with compiled checkpoints, weren't measured.
+# Quality, and 16 bits with compiled checkpoints, weren't measured.
+#
+# **Takeaway.** On packed rows our compiled recipe is faster than unsloth, and takes 20 % more memory. With 40 GB, compiled 16
+# bits train 38 % more tokens a second than ours.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
 #
 # **Question.** The article had to stop at batch 2 for the 32B with LoRA and QLoRA, in 96 GB. What does batch 4 take?
 #
-# **Prediction.** Weights alone are $32.8 \cdot 10^9$ parameters in 16 bits. QLoRA holds $31.2 \cdot 10^9$ of them in 4.127
-# bits, and embedding and head in float32. Add two to three copies of the logits, each of 4 × 2,048 × 152,000 numbers, and 64
-# checkpoints, each of 4 × 2,048 × 5,120. All are float32. How many GB does QLoRA peak at?
+# **Prediction.** QLoRA holds $31.2 \cdot 10^9$ of $32.8 \cdot 10^9$ parameters in 4.127 bits, and embedding and head in float32.
+# Add two to three copies of the logits, each of 4 × 2,048 × 152,000 numbers, and 64 checkpoints, each of 4 × 2,048 × 5,120. All
+# are float32. How many GB does QLoRA peak at?
 
 # %%
 print(f"16 bits: {2 * 32.76:.1f} GB; 4 bits: {31.21 * 4.127 / 8 + 4 * 1.556:.1f} GB")
@@ -829,22 +839,19 @@ lab.show([*larger.values()] or on_record, columns)
 
 # %% [markdown]
 # - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96, by allocated
-#   tensors. The sums gave 43 to 48 for QLoRA, without temporary tensors. The weights shrank by 43 GB, the peak by 36: checkpoints
-#   in float32 take 5 of the 7 back.
-# - **Time:** QLoRA's two steps took 7.5 and 5.1 s: too unsteady for a percentage. Its kernels take 615 ms more than LoRA's 4,248,
-#   14 %.
+#   tensors. The article doesn't say whether it had checkpoints. QLoRA's sum is 43 to 48, without temporary tensors.
+# - **Time:** QLoRA's two steps took 7.5 and 5.1 s: too unsteady for a percentage.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
 
 # %% [markdown]
 # ## 9 · A bare title
 #
-# **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with
-# a bare title where it used to explain. What has changed, and can you change it back?
+# **Question.** The article trains on 2,500 encyclopedia texts with their titles as answers. Afterwards its model answers with a
+# bare title where it used to explain. What has changed, and can you change it back?
 #
-# **Technique.** First you train a small Qwen3 from scratch to introduce what a text is about. A text on the hot spring (温泉) of
-# Asama (浅間) is answered with 浅間の温泉についての紹介。, "An introduction to the hot spring of Asama." Questions are about pairs of place and
-# thing that no training text had.
+# **Technique.** First you train a small Qwen3 from scratch to introduce what a text is about: 浅間の温泉についての紹介。, "An introduction to
+# the hot spring (温泉) of Asama (浅間)." Questions are about pairs of place and thing that no training text had.
 
 # %%
 steps, batch = 160, 32
@@ -889,8 +896,8 @@ before = answers(reader)
 print(f"{exact(before, 'introduces'):.0f} % of the answers introduce their text rightly")
 
 # %% [markdown]
-# **Prediction.** Now these weights are frozen, and an adapter is trained on bare titles. What percentage of answers is the
-# exact title?
+# **Prediction.** Now these weights are frozen, and an adapter is trained on bare titles. What percentage of answers is the exact
+# title?
 
 # %%
 my_titles: float | None = None  # for example 90
@@ -921,14 +928,15 @@ print(
 )
 
 # %% [markdown]
-# The same frozen weights answer in three ways. Without an adapter not a letter has changed.
+# 88 %, as many as the introductions that were right before. To change it back, switch the adapter off: not a letter differs from
+# before.
 #
 # **Takeaway.** The adapter learnt the form of the answers; the frozen weights kept the old one.
 
 # %% [markdown]
 # ## Exercises
 #
-# The easiest first. Each cell checks itself. `lab.solution("07.1")` shows how the first can be solved.
+# Each cell checks itself. `lab.solution("07.1")` shows how the first can be solved.
 
 # %%
 from unittest.mock import patch
@@ -943,16 +951,16 @@ my_code = None  # a whole number
 print(check("07.1", my_code))
 
 # %% [markdown]
-# **2.** Somebody uses NF4 in blocks of 32 weights. The blocks' constants are held in 8 bits, with one float32 constant for
-# every 128 of them. How many bits a weight do all these constants take?
+# **2.** Somebody uses NF4 in blocks of 32 weights. Their constants are held in 8 bits, with a float32 constant for every 128 of
+# them. How many bits a weight do all these constants take?
 
 # %% tags=["exercise"]
 my_bits_a_weight = None  # your sum, for example 8 / 64 + 32 / (64 * 256)
 print(check("07.2", my_bits_a_weight))
 
 # %% [markdown]
-# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. Suppose that the kernel reaches
-# 3,000 GB/s; section 4's reached 2,220 on our H200. How many ms of a step is that?
+# **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. Suppose that the kernel
+# reaches 3,000 GB/s; section 4's reached 2,220 on our H200. How many ms of a step is that?
 
 # %% tags=["exercise"]
 my_ms = None  # your number
@@ -992,8 +1000,8 @@ print(smaller_than(4, restoring, lean, some_inputs, share=0.1, module=four_bit))
 
 # %% [markdown]
 # ## What to read on
-# - T. Dettmers and others: *[QLoRA](https://arxiv.org/abs/2305.14314)*, 2023. NF4, double quantisation, paged optimizers.
-# - T. Dettmers and others: *[LLM.int8()](https://arxiv.org/abs/2208.07339)*, 2022. Outliers, and what to do about them.
+# - T. Dettmers and others: *[QLoRA](https://arxiv.org/abs/2305.14314)*, 2023.
+# - T. Dettmers and others: *[LLM.int8()](https://arxiv.org/abs/2208.07339)*, 2022.
 # - D. Yoshida: *[NF4 Isn't Information Theoretically Optimal (and that's Good)](https://arxiv.org/abs/2306.06965)*, 2023.
 # - E. Hu and others: *[LoRA](https://arxiv.org/abs/2106.09685)*, 2021.
 # - The documentation of [bitsandbytes](https://huggingface.co/docs/bitsandbytes), [PEFT](https://huggingface.co/docs/peft),
