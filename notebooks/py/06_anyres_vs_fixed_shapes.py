@@ -266,8 +266,8 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 # You measure batch 4; the parameter `batches` changes it. *bf16, again* is the same method measured twice. Where the two can
 # differ by more than 3 %, the machine is *unsteady*, and no time decides.
 #
-# *Step* is a median; rates and *MFU* use means, where one slow step shows. *Floor* and *MFU* leave out recomputing; *fp8-te*'s
-# are by FP8's rate and peak.
+# *Step* is a median and holds *data*, the making of the batch. Rates and *MFU* use means, where one slow step shows. *Floor* and
+# *MFU* leave out recomputing; *fp8-te*'s are by FP8's rate and peak.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -290,7 +290,7 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# One of *bf16, again*'s three steps took 3.0 s, so no time here decides.
+# One *bf16, again* step took 3.0 s: no time decides.
 #
 # On another H200:
 
@@ -308,7 +308,7 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Batches 8 to 24, against BF16. Each time is of a single step, its noise unknown.
+# Against BF16, mostly at batches 8 to 24. Each time is of one step, its noise unknown.
 #
 # - *fixed* saves 55 to 56 % of the time and 15 to 23 % of the memory. Compared with *compile*, its step is 37 to 38 % shorter,
 #   its useful tokens a second 35 to 36 % fewer.
@@ -374,7 +374,7 @@ plt.show()
 # counts twice: the first block's input has no gradient, so it gets code of its own.
 #
 # Reading a number off the device splits the code: a *graph break*. The published model counts image tokens on the device, to
-# place them. A collator can say beforehand which image token belongs where.
+# check them. A collator can say beforehand which image token belongs where, and check on the CPU.
 
 # %%
 IMAGE = 7
@@ -408,7 +408,8 @@ torch.compiler.reset()
 
 # %% [markdown]
 # **Prediction.** How many recompilations do six steps (`tiny`: three) on the article's images take, the published model compiled
-# as a whole? Images have one token count here, answers don't. Each piece between graph breaks is compiled by itself.
+# as a whole? Images have one token count here, answers don't. Each piece between graph breaks is compiled by itself: step 1 alone
+# counts 3 recompilations, and the text's length reaches eight pieces.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -502,7 +503,8 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; if 11 % goes with 53 and 20 with 47, it is 13 and 1. On our
-# H200s it is 2 to 4 points; the intervals of batch 4 allow 1 to 11. Whether time follows FLOPs wasn't tested.
+# H200s it is 2 to 4 points; the intervals of batch 4 allow 1 to 11. Of its 3.6 points there 2.7 are *data*: a small square's
+# batch is made in 104 ms, not 154. Whether time follows FLOPs wasn't tested.
 #
 # FLOPs without padding to 2,048:
 
@@ -513,9 +515,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# A small square takes 39 % of a full image's FLOPs. Padding to 2,048 makes it 68 %.
-#
-# **Takeaway.** If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes at most the rest.
+# **Takeaway.** If time follows FLOPs, compiling and smaller inputs make most of the half. Constant shapes make at most the rest,
+# and here most of that is data.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -569,16 +570,18 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
-# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal. A batch of `collate`, packed:
+# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal. A batch, packed:
 #
 # ```python
+# batch = collate(leaves)
 # keep = batch["attention_mask"].bool()
 # lengths = keep.sum(1).tolist()
 # ids, labels = batch["input_ids"][keep][None], batch["labels"][keep][None]
 # position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
 # ```
 #
-# `pixel_values` and `image_sizes` stay. Each example's first label must be −100, as it is: another text precedes it.
+# The model gets these, `pixel_values`, `image_sizes`, `use_cache=False` and no mask: transformers 5 then finds the boundaries
+# where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
 #
 # **Optional: memory of the loss.** Logits are 32,064 numbers a token. Computed in chunks, and each chunk again in the backward
 # pass, they never exist all at once.
@@ -639,7 +642,7 @@ lab.verdict("A2.left.dynamic")
 # The last rung has 2.13 times the plain loop's useful tokens a second, on an unsteady machine. Of that *packed*'s 1.13x is open:
 # its images were smaller and its step had four times the tokens. *blocks compiled* had *bf16*'s images.
 #
-# **Takeaway.** *blocks compiled* was probably 1.7 to 1.85 times as fast as *bf16*, which was measured twice.
+# **Takeaway.** *blocks compiled* was 1.7 and 1.85 times as fast as *bf16*'s two visits, on an unsteady machine.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -815,8 +818,8 @@ steps = model = None
 # Transformer Engine holds 2 bytes a parameter, as many as BF16: the weight and its transpose. With transposes dropped it holds
 # 1.03 between steps, as *fp8-frozen* does. Peaks within a step weren't measured here.
 #
-# QLoRA's memory isn't reached at batch 1: in section 3's model *fp8-frozen* took 10.4 GB, *qlora* 8.1. FP8 was slower than BF16
-# here, on an unsteady machine. We didn't look for why.
+# QLoRA's memory isn't reached at batch 1: in section 3's model *fp8-frozen* took 10.4 GB, *qlora* 8.1. If it grows with the batch
+# as BF16 does, *qlora* takes more from batch 4 on: not tried. FP8 was slower than BF16 here, on an unsteady machine.
 #
 # **Takeaway.** Libraries can hold FP8 weights once between steps, if you drop the transposes. At batch 1 QLoRA still takes less
 # memory.
@@ -887,8 +890,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes.
 # Does that follow from its own numbers?
 #
-# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. *Break-even* is
-# where it catches up with another. `lab06_advisor.py` computes the article's step times from its break-evens and percentages.
+# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. `lab06_advisor.py`
+# computes the article's step times from its percentages and *break-evens*, the steps after which a method is ahead of another.
 #
 # **Prediction.** Fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579. From which step on is the
 # one without FP8 ahead?

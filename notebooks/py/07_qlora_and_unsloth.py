@@ -223,7 +223,7 @@ print("bytes, constants and restored weights: bitsandbytes', bit for bit")
 # %% [markdown]
 # A block's constant, now its absmax, takes 32/64, half a bit a weight. *Double quantisation* puts these constants in 8 bits:
 # their mean is subtracted, and each 256 share one constant. The 256 levels are bitsandbytes' own format. On a CPU two codes in a
-# thousand differ; we didn't look for why.
+# thousand differ.
 
 # %%
 levels8, mean = bnb.create_dynamic_map(), peaks.mean()
@@ -261,10 +261,10 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# NF4's error is 14.6 % smaller: its levels are dense where weights are many. It also has one level more than INT4.
+# NF4's error is 14.6 % smaller: its levels are dense where weights are many. A part of that is its sixteenth level.
 #
 # The article calls NF4 optimal in the sense of information theory: all codes equally frequent, with 4 bits each. They carry 3.88.
-# A block's largest weight gets an end level. That stretches the levels, so codes near 0 are too frequent.
+# A block's largest weight gets an end level, which stretches the levels.
 #
 # **Takeaway.** Blocks nearly halve INT4's error, and NF4 takes off a seventh more. With doubly quantised constants, a weight
 # takes 4.127 bits.
@@ -274,7 +274,7 @@ lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 #
 # **Question.** Which lines make a model QLoRA, and what does each change?
 #
-# **Technique.** A tiny random Qwen3 stands in for `"Qwen/Qwen3-8B"`. Its *blocks* are the layers that it repeats.
+# **Technique.** A tiny random Qwen3 stands in for `"Qwen/Qwen3-8B"`.
 
 # %%
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -413,8 +413,8 @@ lab.verdict("A3.lora.count", "A3.qlora.dequantised")
 #
 # **Question.** The article blames dequantising for QLoRA's longer step. How long does it take, on the GPU and on the host?
 #
-# **Technique.** *Dequantising* is restoring. For $n$ weights it reads 4.127 bits each and writes 16. The time is bytes over
-# bandwidth:
+# **Technique.** *Dequantising* is restoring. For $n$ weights it reads 4.127 bits each and writes 16, at the rate $B$ of
+# bitsandbytes' kernel on one large weight:
 #
 # $$t = \text{uses} \cdot n \cdot (4.127/8 + 2) / B$$
 #
@@ -459,6 +459,9 @@ host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
+# *Packed* rows have 4,096 tokens, nearly all useful. *Long* are four texts, padded to 8,192 tokens; over an epoch some 4,400 are
+# useful. *Short* are four texts with some 540 useful tokens.
+#
 # **Prediction.** On packed rows of 4,096 tokens the H200 takes 394 ms a step with 16-bit weights. How many percent longer is it
 # with 4 bits? If the host were the limit, two calls of each of 252 layers, 100 µs each, would add 50 ms.
 
@@ -468,9 +471,6 @@ my_bits: float | None = None  # for example 20
 lab.predict("4 bits alone make a step on packed rows longer by", my_bits, "%")
 
 # %% [markdown]
-# *Packed* rows have 4,096 tokens, nearly all useful. *Long* are four texts, padded to 8,192 tokens; over an epoch some 4,400 are
-# useful. *Short* are four texts with some 540 useful tokens.
-#
 # **Measurement.** Two recipes differ in the format of the frozen weights alone (`lab07_qlora.PACKED`). Neither has checkpoints or
 # casts to float32, so each weight is restored twice. A trace of lab 06's LLaVA, with checkpoints, tests the formula with three
 # uses.
@@ -512,10 +512,10 @@ lab.verdict("A3.qlora.cause")
 # On the H200 4 bits alone made the step 6 % longer, with an interval of 4 to 9. That is 22 ms.
 #
 # - *GPU:* restoring takes 17 ms, 8 % more than by the formula. On LLaVA it is 10. We didn't look for why.
-# - *Host:* some 5 of its 50 ms show, as it launches while the GPU computes. The GPU is busy for 95 % of the step. LLaVA's step
-#   wasn't timed, so its 71 ms are open. One of our four other H200 hosts lost 14 %.
+# - *Host:* some 5 of its 50 ms show, as it launches while the GPU computes. The GPU is busy for 95 % of the step. One of our four
+#   other H200 hosts lost 14 %.
 #
-# **Takeaway.** With the GPU busy, 4 bits alone cost 6 % of a step, mostly for restoring. They save 10 GB.
+# **Takeaway.** With the GPU busy, 4 bits alone cost 6 % of a step, mostly for restoring, and save 10 GB.
 
 # %% [markdown]
 # ## 5 · What comes with QLoRA
@@ -597,17 +597,17 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # %% [markdown]
 # On the H200 QLoRA's step is 64 % longer than LoRA's. The 581 ms are:
 #
-# - *Checkpoints* cost 360 ms, 39 %, and save 68 GB. A third pass would be 50 %, but head and loss aren't computed again. The
-#   floor counts no second computation.
-# - *4 bits* cost 26 ms, of kernels that restore: *other* in the trace. They save 10 GB, as in section 4.
+# - *Checkpoints* cost 360 ms, 39 %, and save 68 GB. A third pass would be 50 %, but head and loss aren't computed again.
+# - *4 bits* cost 26 ms of kernels that restore, *other* in the trace, and save 10 GB. By section 4's 105 µs, launching 756 layers
+#   takes the host up to 79 ms more.
 # - *float32* probably costs 154 ms, of elementwise kernels and casts. By computation it takes 4.9 GB, as checkpoints, embedding
 #   and head double.
-# - *The rest* is 41 ms without a kernel, and 1.3 GB. We didn't look for why.
+# - *The rest* is 41 ms without a kernel, perhaps those launches, and 1.3 GB.
 #
 # Offloading saved 7 % of the memory, not 30: all checkpoints are 2.4 of 34.1 GB. No cost in time shows.
 #
-# **Takeaway.** Of QLoRA's 581 ms more, 360 are checkpointing and 26 restoring. Against LoRA with checkpoints it takes 17 % longer
-# and saves 4 GB.
+# **Takeaway.** Of QLoRA's 581 ms more, 360 are checkpointing. Against LoRA with checkpoints it takes 17 % longer and saves 4 GB.
+# The article doesn't say which it had.
 
 # %% [markdown]
 # ## 6 · unsloth
@@ -640,7 +640,7 @@ def load_with_unsloth(folder):
 
 
 # %% [markdown]
-# unsloth and PEFT both multiply in the order $(xA^\top)B^\top$. In $x(BA)^\top$, $BA$ is as large as the weight.
+# PEFT multiplies in the order $(xA^\top)B^\top$. In $x(BA)^\top$, $BA$ is as large as the weight.
 #
 # **Prediction.** Take 3,444 tokens, $r = 8$ and a block's matrices: two 4,096 × 4,096, two 4,096 × 1,024, three 4,096 × 12,288.
 # Forward and backward, how many times the FLOPs of $(xA^\top)B^\top$ does $x(BA)^\top$ take? In both, A's and B's gradients need
@@ -710,11 +710,11 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 #
 # - On long texts unsloth is twice as fast, in less than a third of the memory.
 # - On short texts it is 2.7 times as fast, in half the memory. So here it gains more on short ones, against the article. QLoRA's
-#   kernels take 206 of 714 ms there: the host sets the pace. Our other hosts left it open.
+#   kernels take 206 of 714 ms there: the host sets the pace. Other hosts left it open.
 #
 # QLoRA takes 21 GB more on long texts. By computation, two or three float32 copies of all *logits*, a number for each token and
-# word, are 10 to 15 of them. Float32 checkpoints are 4.8, and embedding and head in float32 are 2.5 more than in 16 bits. The sum
-# is 17 to 22.
+# word, are 10 to 15 of them. Float32 checkpoints are 4.8, and embedding and head in float32 are 2.5 more than in 16 bits. In all
+# 17 to 22.
 #
 # **Takeaway.** Loss by chunks, 16 bits and checkpoints on the host can explain unsloth's memory. Which change brings the time,
 # these runs don't separate.
@@ -757,9 +757,9 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes.** *qlora* and *4 bits, compiled, checkpointed* both have 4 bits and checkpoints. The latter also has *plain*
-# adapters without casts, a forward pass *rewritten* for the compiler, a *fused* loss by chunks, and look-ups, *nf4-frozen*.
-# *Published* is the library's code, or 16-bit weights:
+# **The recipes.** *qlora* and *4 bits, compiled, checkpointed* have 4 bits and checkpoints. The latter also has *plain* adapters
+# without casts, a forward pass *rewritten* for the compiler, a *fused* loss by chunks, and look-ups, *nf4-frozen*. Under
+# *base_linear*, *published* means 16-bit weights, elsewhere the library's code:
 
 # %%
 compared = {name: recipe for name, (recipe, _) in lab07_qlora.METHODS["long"].items()}
@@ -809,8 +809,8 @@ if rival and rival.ok and ours.ok:
 #
 # Quality, and 16 bits with compiled checkpoints, weren't measured.
 #
-# **Takeaway.** On packed rows our compiled recipe is faster than unsloth, and takes 20 % more memory. With 40 GB, compiled 16
-# bits train 38 % more tokens a second than ours.
+# **Takeaway.** Our compiled recipe trains 3.7 times as many useful tokens a second as the usual QLoRA on padded rows, in 30 % of
+# its memory. Against unsloth on packed rows it is 1.15 times, in 20 % more memory. Compiled 16 bits in 40 GB train 38 % more.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B
@@ -839,7 +839,7 @@ lab.show([*larger.values()] or on_record, columns)
 
 # %% [markdown]
 # - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96, by allocated
-#   tensors. The article doesn't say whether it had checkpoints. QLoRA's sum is 43 to 48, without temporary tensors.
+#   tensors. QLoRA's sum is 43 to 48, without temporary tensors.
 # - **Time:** QLoRA's two steps took 7.5 and 5.1 s: too unsteady for a percentage.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.
@@ -960,7 +960,7 @@ print(check("07.2", my_bits_a_weight))
 
 # %% [markdown]
 # **3.** QLoRA of Qwen3-32B with checkpoints: 31.2 billion weights are restored three times a step. Suppose that the kernel
-# reaches 3,000 GB/s; section 4's reached 2,220 on our H200. How many ms of a step is that?
+# reaches 3,000 GB/s; section 4's reached 2,200 on our H200. How many ms of a step is that?
 
 # %% tags=["exercise"]
 my_ms = None  # your number
@@ -968,8 +968,9 @@ print(check("07.3", my_ms))
 
 # %% [markdown]
 # **4. Write QLoRA's layer.** `restoring` lets bitsandbytes restore the weight, and autograd keeps it until the backward pass.
-# Write `lean`: the same result and gradient, with at most a tenth of the bytes kept. Restore the weight yourself, doubly
-# quantised constants included: bitsandbytes' own function is locked. What the layer holds is not counted.
+# Write `lean`: the same result and gradient, with at most a tenth of the bytes kept. A checkpoint would keep `x`, too much: write
+# a `torch.autograd.Function`. Restore the weight yourself, doubly quantised constants included: bitsandbytes' own function is
+# locked. What the layer holds is not counted.
 
 # %% tags=["exercise"]
 four_bit = nn.Module()

@@ -92,15 +92,7 @@ if device == "cpu":
 lab.table(("switch", "of", "why"), *((name, s.base, s.why) for name, s in SWITCHES.items()))
 
 # %% [markdown]
-# One comparison measures all switches (`labutils/labs/lab09_toggles.py`). Each round times every row once and *base* twice; every
-# other round goes backwards. To read the tables:
-#
-# - *time*: the median, over rounds, of the row's ms over its base's, with a 95 % interval. It can differ from the ratio of the
-#   two steps.
-# - *floor*: the time of the step's FLOPs, without recomputing, at your GPU's rate in the row's fastest format.
-# - *base again*: the second *base*. It shows the noise, in this text −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and
-#   verdicts on time stay open. *Probably* means: the interval lies far outside the noise.
-# - *here* is this run, *ours* an earlier one on our H200.
+# The next cell times all rows in one comparison. Section 1 explains its tables.
 
 
 # %%
@@ -196,6 +188,16 @@ lab.verdict("A4.pytorch.scaler", "A4.memory.sensitive-parts")
 # rounding may do much of that. Autocast's error is 15 % smaller than *throughout*'s. That is one batch with random weights, and
 # the loss factors differ.
 #
+# **The table below.** Each round timed every row once and *base* twice; every other round went backwards
+# (`labutils/labs/lab09_toggles.py`).
+#
+# - *time*: each round divides the row's ms by its base's. You see the median and its 95 % interval. It can differ from the ratio
+#   of the two steps, by which your prediction is scored.
+# - *floor*: the time of the step's FLOPs, without recomputing, at your GPU's rate in the row's fastest format.
+# - *base again*: *base* over itself, so noise: in this text −15 to +12 %. Beyond ±3 % the machine is *unsteady*, and verdicts on
+#   time stay open. *Probably* means: the interval lies far outside the noise.
+# - *here* is this run, *ours* an earlier one on our H200.
+#
 # **Your prediction:** by how many percent does mixed precision shorten the UNet's step, against float32 without TF32?
 
 # %%
@@ -243,7 +245,7 @@ print(f"by hand:       {off(tf32(a) @ tf32(b), exact):.4%} off")
 assert ((tf32(a) - a).abs() <= 2**-11 * a.abs()).all()
 
 # %% [markdown]
-# On the H200 both are 0.0293 % off: the products' switch rounds the inputs.
+# Both are 0.0293 % off on the H200.
 #
 # `torch.backends.cudnn.conv.fp32_precision` is the convolutions' switch. It also decides which *algorithms* cuDNN may use. Some
 # transform inputs and filters first, and need room for the result: a *workspace*. It is no tensor, so no list of tensors shows
@@ -295,8 +297,6 @@ lab.verdict("A4.memory.mixed-precision")
 # - One convolution, 1,280 channels on 32 × 32 pixels, takes a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier transforms
 #   turn each of 1,280 × 1,280 filters from 3 × 3 numbers into 64 × 33 complex ones of 8 bytes. That makes 27.7 GB; we didn't look
 #   for the rest.
-# - If this convolution makes the peak, all else takes 65.9 − 55.7 = 10.2 GB at that moment. That is less than 17.5, so with TF32
-#   the peak is at another moment.
 # - Against 17.5 GB, PyTorch's default, FP16 saves 6.0. Some 2 of these are the frozen weights: autocast alone leaves them in
 #   float32. Against the default's 338 ms *base* probably takes 63 % less, not section 1's 79.
 #
@@ -384,28 +384,29 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. That is more than arithmetic explains. Your
-# prediction is scored by the ratio of the two steps, 86 %.
+# On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. That is more than arithmetic explains. By
+# the ratio of the two steps it is 86 %.
 #
-# **Who sets the pace?** *Accumulation* takes 121 ms for each of eight examples, *base* 124 for all eight at once. So probably the
-# host sets the pace. Then launches count, not FLOPs. Checkpointing launches a second forward pass from Python, and does
-# bookkeeping of its own.
+# **Who sets the pace?** *Accumulation* takes 121 ms for one example, *base* 124 for eight. An eighth of the arithmetic is hardly
+# faster. So the host may set the pace, or kernels too small for the GPU: a trace would tell (lab 02). If it is the host, launches
+# count, not FLOPs, and checkpointing launches a second forward pass from Python.
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
 # ```python
-# products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+# kept = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 #
 # def policy(context, operation, *args, **kwargs):
-#     keep = operation in products
+#     keep = operation in kept
 #     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 #
 # contexts = partial(create_selective_checkpoint_contexts, policy)
 # checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 # ```
 #
-# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and attention,
-# too. It repeats fewer operations than *checkpointing*, yet probably takes longer. The Python call at each operation may be why.
+# `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and
+# attention, too. Here it loses twice against *checkpointing*: 7.68 GB, not 4.34, and probably more time. The Python call at each
+# operation may be why.
 #
 # **Takeaway.** Before you trade time for memory, ask who sets the pace. If it is the host, FLOPs don't tell the price.
 
@@ -453,13 +454,12 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # None of these four shows a shorter step. The noise hides effects of some 10 to 20 %.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again on a captured
-#   step (lab 04).
+#   step.
 # - *AdamW* updates a thousandth of the weights here, so 8 bits save few bytes: the fused form, with float32 moments, has the same
-#   peak. Where all weights are trained in float32, 8 bits save nearly three quarters of the moments' bytes. In the cell above
-#   three updates in 8 bits are 0.72 % off.
+#   peak. Where all weights are trained in float32, 8 bits save nearly three quarters of the moments' bytes.
 #
-# Of all eleven switches four show a shorter step: those to 16 bits or TF32. The three that save much memory on *base* probably
-# lengthen it.
+# Four of eleven switches probably shorten the step: those to 16 bits or TF32. Three others are meant to save memory; on *base*
+# they probably lengthen it.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change.
 
@@ -543,7 +543,8 @@ for other in (peaks_by_phase("meta"), peaks_by_phase(device, TensorRecord)):
 #
 # **For a model of your own:** build it on *meta* in the format in which it runs, and take two steps in `Ledger`. Under autocast
 # copies in 16 bits are missing, as `autocast("cuda")` does nothing on *meta*. Attention keeps more there than a fused kernel
-# does. `labutils/training/peak_memory.py` adds both. Peaks are *allocated* bytes, and cuDNN's workspaces aren't predicted.
+# does. `labutils/training/peak_memory.py` adds both: the nine predictions below are its, not your `Ledger`'s. Peaks are
+# *allocated* bytes, and cuDNN's workspaces aren't predicted.
 #
 # **Your prediction:** three models, each with checkpointing *off*, by *blocks* and *selective*. Stable Diffusion is at batch 4
 # here. By how many percent is the worst of the nine predictions off on the H200?
@@ -612,8 +613,9 @@ for mode in ("off", "blocks"):
 # On the H200 section 3 measured 11.5 and 4.34 GB. The second prediction is a little too high; at batch 4 it was too low, and we
 # didn't look for why.
 #
-# So you can know the peak without the GPU, if convolutions may use TF32 or 16 bits. Else section 2's workspaces are missing.
-# Leave room: PyTorch keeps freed memory, and CUDA itself takes some.
+# So the peak is known before you rent the GPU: nine times within 3 %. cuDNN's workspaces are missing. In section 2 they took up
+# to 0.2 GB with TF32, which may be a part of Stable Diffusion's 0.1, and 55.7 without. In float32 we predicted none. Leave room:
+# PyTorch keeps freed memory, and CUDA itself takes some.
 #
 # **Takeaway.** Ask *when* the peak is reached before you ask what to save. Compute it before you rent the GPU.
 
