@@ -37,7 +37,8 @@
 # | `small` | a GPU of 8 GB | 4 minutes |
 # | `full` | a GPU of 96 GB | 5 minutes |
 #
-# On a CPU operations stand for kernels. Sections 9 to 11 are optional.
+# On a CPU operations stand for kernels. The method is in sections 1 to 8. Sections 9 to 11 hold the article's numbers against it;
+# they are optional.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (a GPU of 96 GB), auto: the largest that fits
@@ -462,8 +463,15 @@ lab.table(pd.DataFrame(rows))
 #
 # **Question.** Which clock decides a step of Qwen3-8B, which of gpt-oss-20b?
 #
-# **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop. The course's code does section 4
-# with a *refined* replay. Between two kernels that both wait in the queue the GPU pauses 1 to 2 µs, the trace says: the *gap*.
+# **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop. The course's code
+# (`labutils/profiling/step_model.py`) does section 4 with a *refined* replay. Between two kernels of which the second was
+# launched before the first ended, the GPU still pauses 1 to 2 µs, the *gap*. And launches differ, as in the trace:
+#
+# ```python
+# gap = median(begun - done for launched, done, begun in kernels if launched < done)
+# refined = [(c * host_ms / mean_ms, k + gap, waits) for host_ms, k, waits in queue]
+# ```
+#
 # Where kernels decide, gaps add up. Where launches decide, they mostly hide.
 #
 # **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU
@@ -629,9 +637,9 @@ with lab.attempt("A CUDA graph of grouped"):
 # %% [markdown]
 # **Measurement.** gpt-oss's loop and four other ways:
 # - *grouped*: `set_experts_implementation("grouped_mm")`;
-# - *rewritten*: the course's grouped experts, attention in one kernel, packed texts and a fused AdamW;
+# - *rewritten*: the course's grouped experts, attention in one kernel, packed texts (lab 06) and a fused AdamW;
 # - *captured*: that in one CUDA graph. Its 7 launches are the graph and six copies of inputs, which the host waits for;
-# - *compiled*: captured, with compiled blocks and a loss by chunks.
+# - *compiled*: captured, with compiled blocks (lab 04) and a loss by chunks (lab 06).
 #
 # **Your prediction:** how many times as fast as the loop is *grouped*?
 

@@ -232,9 +232,21 @@ my_efficiency: float | None = None  # for example 90
 lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %% [markdown]
-# **Measurement.** The course's loop trains Stable Diffusion with LoRA and with all weights (`full`), and Qwen3 with LoRA,
-# launched by `labutils/training/launch_worker.py`. There a `register_post_accumulate_grad_hook` notes when each gradient is
-# ready: `lead_ms` before the last one. *Each for itself* is every rank at once, with nothing sent between them.
+# **Measurement.** The course's loop trains Stable Diffusion with LoRA and with all weights (`full`), and Qwen3 with LoRA. *Each for
+# itself* is every rank at once, with nothing sent between them. `labutils/training/launch_worker.py` notes when each gradient is
+# ready; `lead_ms` is how long before the last one. The core is:
+#
+# ```python
+# def arrived(parameter):
+#     events.append(torch.cuda.Event(enable_timing=True))
+#     events[-1].record()  # in the stream: the GPU's time, not the host's
+#     sizes.append(parameter.grad.nbytes)
+#
+# for parameter in trained:  # those with requires_grad
+#     parameter.register_post_accumulate_grad_hook(arrived)
+# ```
+#
+# `link.all_reduce_ms(bytes)` reads a message's time off the all-reduces that were timed here.
 
 # %%
 runs: list[Run] = []
@@ -400,9 +412,8 @@ plt.show()
 #   rate needs 12: they wait, or share the GPU. So section 2 gives a bound and no forecast.
 # - *fsdp*: it communicates through most of the step, to gather weights and to reduce-scatter gradients.
 #
-# **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, 2.2 GB less, the same
-# gradients. FSDP saved 45 % of the peak with all weights, 4 % with LoRA. Its cost in time is open here: take it when memory is
-# what you lack.
+# **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
+# saved 45 % of the peak with all weights, 4 % with LoRA. Its cost in time is open here: take it when memory is what you lack.
 
 # %% [markdown]
 # ## 4 · Which network is too slow?
@@ -443,7 +454,8 @@ plt.show()
 # | Qwen3 8 B, LoRA | 1 GbE | 43 % |
 # | UNet, all weights | 1 to 100 GbE | 44 % |
 #
-# The table is for two H100s, one micro-batch and float32. Other ways to train all weights, by the same code:
+# The table is for two H100s, one micro-batch and float32. Other ways to train all weights, with half of `lead_bytes`, or with
+# four steps' time in `at_most`:
 #
 # | UNet, all weights, at most | 40 GbE | 100 GbE |
 # |---|---|---|
@@ -525,8 +537,7 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
 # **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. This lab's
-# stores nothing of the ranks. The kill below hits rank 1, which writes nothing: a kill while writing isn't tested. Of a sharded
-# model each rank's `state_dict()` has its part only: use `torch.distributed.checkpoint`.
+# stores nothing of the ranks. The kill below hits rank 1, which writes nothing: a kill while writing isn't tested.
 
 
 # %%
@@ -591,7 +602,18 @@ print(f"One process went on from step {begun}, to the weights that nothing had h
 # smaller `--nproc-per-node`.
 #
 # A real training's checkpoint also holds the state of the random numbers and the place in the data: see
-# `labutils/training/checkpoint.py`.
+# `labutils/training/checkpoint.py`. With `fully_shard` each rank's `state_dict()` has its shards only. All ranks then write one
+# checkpoint, which any number of ranks can read:
+#
+# ```python
+# from torch.distributed import checkpoint
+# from torch.distributed.checkpoint.state_dict import get_state_dict
+#
+# weights, moments = get_state_dict(network, optimizer)
+# checkpoint.save({"network": weights, "optimizer": moments}, checkpoint_id="a new folder")
+# ```
+#
+# To load, `checkpoint.load` fills such a dict, and `set_state_dict` takes it.
 #
 # **Takeaway.** Plan for a rank to die. If a checkpoint stores nothing of the ranks, any number of ranks that divides the batch
 # can go on.
