@@ -308,11 +308,11 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Against BF16, mostly at batches 8 to 24. Each time is of one step, its noise unknown.
+# Against BF16, mostly at batches 8 to 24: there each time is of one step, noise unknown.
 #
 # - *fixed* saves 55 to 56 % of the time and 15 to 23 % of the memory. Compared with *compile*, its step is 37 to 38 % shorter,
 #   its useful tokens a second 35 to 36 % fewer.
-# - *compile* saves 28 to 30 % of the time, *fp8-te* 13 to 19, but none at batch 2. Neither saves memory.
+# - *compile* saves 28 to 30 % of the time, *fp8-te* 13 to 19, at batch 2 unclear. Neither saves memory.
 # - *qlora* takes 11 to 12 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example,
 #   measured were 0.96. We didn't look for why.
 #
@@ -503,8 +503,8 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; if 11 % goes with 53 and 20 with 47, it is 13 and 1. On our
-# H200s it is 2 to 4 points; the intervals of batch 4 allow 1 to 11. Of its 3.6 points there 2.7 are *data*: a small square's
-# batch is made in 104 ms, not 154. Whether time follows FLOPs wasn't tested.
+# H200s it is 2 to 4 points; the intervals of batch 4 allow 1 to 11. *Data*, 154 and 104 ms, shrinks as FLOPs do: it adds nothing
+# to the rest. Whether all time follows FLOPs wasn't tested.
 #
 # FLOPs without padding to 2,048:
 
@@ -515,8 +515,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and smaller inputs make most of the half. Constant shapes make at most the rest,
-# and here most of that is data.
+# **Takeaway.** If time follows FLOPs, compiling and smaller inputs make most of the half. Constant shapes make at most the rest.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -639,7 +638,7 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The last rung has 2.13 times the plain loop's useful tokens a second, on an unsteady machine. Of that *packed*'s 1.13x is open:
+# The last rung has 2.13 times the plain loop's useful tokens a second, on an unsteady machine. Of that *packed*'s 1.16x is open:
 # its images were smaller and its step had four times the tokens. *blocks compiled* had *bf16*'s images.
 #
 # **Takeaway.** *blocks compiled* was 1.7 and 1.85 times as fast as *bf16*'s two visits, on an unsteady machine.
@@ -700,8 +699,8 @@ print("577 rows through the frozen layer:", tuple(taken.shape))
 
 # %% [markdown]
 # Lab 05's frozen layer pads rows itself. It is *fp8-frozen* below, in four blocks with LoRA on all projections. *te* is
-# Transformer Engine's layer: as it is, with transposed weights dropped after each step, or with *down_proj* and *o_proj*, which
-# the article calls sensitive, in BF16.
+# Transformer Engine's layer: as it is, with transposed weights dropped after each step, or with *o_proj*, which the article calls
+# sensitive, and *down_proj* in BF16.
 
 # %%
 width, blocks, length = (2048, 2, 512) if on_gpu else (256, 2, 128)

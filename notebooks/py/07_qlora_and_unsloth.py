@@ -160,8 +160,8 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# With one constant 31 % are 0: half a step is 0.39 sigma. The article expects nearly all to be 0. As the other weights reach 5
-# sigma, that takes an outlier of some 5 · 254 = 1,270.
+# With one constant 31 % are 0: half a step is 0.39 sigma. The article expects nearly all to be 0. As the others reach 5 sigma,
+# all are 0 beyond some 5 · 254 = 1,270.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -459,8 +459,8 @@ host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
-# *Packed* rows have 4,096 tokens, nearly all useful. *Long* are four texts, padded to 8,192 tokens; over an epoch some 4,400 are
-# useful. *Short* are four texts with some 540 useful tokens.
+# *Packed* rows have 4,096 tokens, nearly all useful. *Long* are four texts, padded to 8,192 tokens. Of these an epoch's share, 54
+# %, counts as useful; of *short* texts 60.
 #
 # **Prediction.** On packed rows of 4,096 tokens the H200 takes 394 ms a step with 16-bit weights. How many percent longer is it
 # with 4 bits? If the host were the limit, two calls of each of 252 layers, 100 µs each, would add 50 ms.
@@ -512,8 +512,8 @@ lab.verdict("A3.qlora.cause")
 # On the H200 4 bits alone made the step 6 % longer, with an interval of 4 to 9. That is 22 ms.
 #
 # - *GPU:* restoring takes 17 ms, 8 % more than by the formula. On LLaVA it is 10. We didn't look for why.
-# - *Host:* some 5 of its 50 ms show, as it launches while the GPU computes. The GPU is busy for 95 % of the step. One of our four
-#   other H200 hosts lost 14 %.
+# - *Host:* at most some 5 of its 50 ms show, as it launches while the GPU computes. The GPU is busy for 95 % of the step. One of
+#   our four other H200 hosts lost 14 %.
 #
 # **Takeaway.** With the GPU busy, 4 bits alone cost 6 % of a step, mostly for restoring, and save 10 GB.
 
@@ -597,7 +597,7 @@ lab.table(pd.DataFrame(kinds).rename_axis("kernels").reset_index())
 # %% [markdown]
 # On the H200 QLoRA's step is 64 % longer than LoRA's. The 581 ms are:
 #
-# - *Checkpoints* cost 360 ms, 39 %, and save 68 GB. A third pass would be 50 %, but head and loss aren't computed again.
+# - *Checkpoints* cost 360 ms, 39 %, and save 68 GB. Three equal passes would be 50 %; head and loss aren't repeated.
 # - *4 bits* cost 26 ms of kernels that restore, *other* in the trace, and save 10 GB. By section 4's 105 µs, launching 756 layers
 #   takes the host up to 79 ms more.
 # - *float32* probably costs 154 ms, of elementwise kernels and casts. By computation it takes 4.9 GB, as checkpoints, embedding
@@ -757,8 +757,8 @@ print("MFLOP of the backward pass: {:.0f} around the block, {:.0f} within".forma
 # %% [markdown]
 # The 67 MFLOP between them are one product, `g @ down`. The backward pass doesn't need its result.
 #
-# **The recipes.** *qlora* and *4 bits, compiled, checkpointed* have 4 bits and checkpoints. The latter also has *plain* adapters
-# without casts, a forward pass *rewritten* for the compiler, a *fused* loss by chunks, and look-ups, *nf4-frozen*. Under
+# **The recipes.** *qlora* and *4 bits, compiled, checkpointed* have 4 bits and checkpoints. The latter adds packed rows, compiled
+# blocks, *plain* adapters without casts, a *rewritten* forward pass, a *fused* loss by chunks, and look-ups, *nf4-frozen*. Under
 # *base_linear*, *published* means 16-bit weights, elsewhere the library's code:
 
 # %%
@@ -810,7 +810,8 @@ if rival and rival.ok and ours.ok:
 # Quality, and 16 bits with compiled checkpoints, weren't measured.
 #
 # **Takeaway.** Our compiled recipe trains 3.7 times as many useful tokens a second as the usual QLoRA on padded rows, in 30 % of
-# its memory. Against unsloth on packed rows it is 1.15 times, in 20 % more memory. Compiled 16 bits in 40 GB train 38 % more.
+# its memory. Against unsloth on packed rows it is 1.07 to 1.9 times, by host, in 20 % more memory. Compiled 16 bits in 40 GB
+# train 38 % more.
 
 # %% [markdown]
 # ## 8 · Qwen3-32B

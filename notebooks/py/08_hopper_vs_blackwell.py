@@ -453,8 +453,7 @@ lab.table(pd.DataFrame(rows))
 # %% [markdown]
 # Isn't the larger of *host* and *kernels* enough? In five rows it is within 10 %. In *moe*, 2,048, it is 25 % low, the replay 6
 # %: both clocks are close, and 463 waits keep the host from running ahead. In *moe*, 256 and 1,024, the larger sum is nearer:
-# both steps took 157 ms, less than *host*. A smaller $c$ would help there and harm at 2,048, so the replay has an error that $c$
-# alone can't mend.
+# both steps took 157 ms, less than *host*. A smaller $c$ would help there and harm at 2,048: the replay errs, or point 3 does.
 #
 # **Takeaway.** A trace and a short step predict a step, on our H200 within 11 % in six steps.
 
@@ -464,11 +463,11 @@ lab.table(pd.DataFrame(rows))
 # **Question.** Which clock decides a step of Qwen3-8B, which of gpt-oss-20b?
 #
 # **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop. The course's code
-# (`labutils/profiling/step_model.py`) does section 4 with a *refined* replay. Between two kernels of which the second was
-# launched before the first ended, the GPU still pauses 1 to 2 µs, the *gap*. And launches differ, as in the trace:
+# (`labutils/profiling/step_model.py`) does section 4 with a *refined* replay. Where a kernel was launched 20 µs before the
+# previous one ended, the GPU still pauses 1 to 2 µs, the *gap*. And launches differ, as in the trace. In pseudocode:
 #
 # ```python
-# gap = median(begun - done for launched, done, begun in kernels if launched < done)
+# gap = median(begun - done for launched, done, begun in kernels if launched + 0.02 < done)
 # refined = [(c * host_ms / mean_ms, k + gap, waits) for host_ms, k, waits in queue]
 # ```
 #
@@ -892,8 +891,8 @@ plt.show()
 # | H100 | 12.5 | 11.1 for 16 |
 #
 # On short texts unequal cards differ by 2 %: hosts seem to decide, and then both hosts are about equally fast. The H100's 16 long
-# texts, with 3.7 times the tokens of 32 short ones, take no longer: launches seem to decide there, too, though 11.1 s are 11 %
-# too few.
+# texts, unpadded 3.7 times the tokens of 32 short ones, take no longer: launches seem to decide there, too, though 11.1 s are 11
+# % too few.
 #
 # What if the H100 took 32 long texts? The RTX PRO's kernels take 15.8 s at most. The H100's bandwidth is 1.9 times as high, its
 # peak 2.3 times, and on Qwen3-32B it was 2.6 times as fast. So its kernels take at most 8.4 s, less than the launches. We expect
@@ -1021,7 +1020,7 @@ longest = expected_longest(LONG, 32)
 print(f"The longest of 32 long texts: {longest:,} tokens on average")
 
 # %% [markdown]
-# Long texts have 861 tokens on average. We guess lognormal lengths: padded to the longest of 32, each has 2,045.
+# Long texts have 861 tokens on average. We guess lognormal lengths up to 2,048: padded to the longest of 32, each has 2,045.
 #
 # **Your prediction:** how many texts of 2,045 tokens an hour can an H100 train Qwen3-32B on at its dense peak?
 

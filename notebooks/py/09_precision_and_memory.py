@@ -291,14 +291,14 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.mixed-precision")
 
 # %% [markdown]
-# Both switches probably shorten the step. The convolutions' also changes memory: for the same tensors the H200's peak is 65.9 GB
-# without it, and 17.5 with it.
+# The convolutions' switch probably shortens the step to 338 ms, both together to 262. It also changes memory: for the same
+# tensors the H200's peak is 65.9 GB without it, and 17.5 with it.
 #
 # - One convolution, 1,280 channels on 32 × 32 pixels, takes a workspace of 55.7 GB, and 0.16 with TF32. Its Fourier transforms
 #   turn each of 1,280 × 1,280 filters from 3 × 3 numbers into 64 × 33 complex ones of 8 bytes. That makes 27.7 GB; we didn't look
 #   for the rest.
 # - Against 17.5 GB, PyTorch's default, FP16 saves 6.0. Some 2 of these are the frozen weights: autocast alone leaves them in
-#   float32. Against the default's 338 ms *base* probably takes 63 % less, not section 1's 79.
+#   float32. Against the default *base* probably takes 63 % less time, not 79.
 #
 # **Takeaway.** Say what you compare with. Peak memory depends on which algorithms a library may choose.
 
@@ -384,8 +384,8 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. That is more than arithmetic explains. By
-# the ratio of the two steps it is 86 %.
+# On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. The interval, 52 to 117 %, barely excludes
+# arithmetic's 50. By the ratio of the two steps it is 86 %.
 #
 # **Who sets the pace?** *Accumulation* takes 121 ms for one example, *base* 124 for eight. An eighth of the arithmetic is hardly
 # faster. So the host may set the pace, or kernels too small for the GPU: a trace would tell (lab 02). If it is the host, launches
@@ -458,8 +458,8 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # - *AdamW* updates a thousandth of the weights here, so 8 bits save few bytes: the fused form, with float32 moments, has the same
 #   peak. Where all weights are trained in float32, 8 bits save nearly three quarters of the moments' bytes.
 #
-# Four of eleven switches probably shorten the step: those to 16 bits or TF32. Three others are meant to save memory; on *base*
-# they probably lengthen it.
+# Four of eleven switches probably shorten the step: those to 16 bits or TF32. The three that save much memory probably lengthen
+# it.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change.
 
@@ -590,7 +590,7 @@ lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
 # The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. That model's three are 0.1 GB too low, the
-# others at most 0.3 % off. The figure and the last two columns miss up to 0.03 GB of the peak.
+# others at most 0.3 % off. The figure and the larger of the last two columns miss up to 0.03 GB of the peak.
 #
 # The weights are always there. Gradients and moments are too thin to be seen, as only adapters have them.
 #
@@ -614,10 +614,10 @@ for mode in ("off", "blocks"):
 # didn't look for why.
 #
 # So the peak is known before you rent the GPU: nine times within 3 %. cuDNN's workspaces are missing. In section 2 they took up
-# to 0.2 GB with TF32, which may be a part of Stable Diffusion's 0.1, and 55.7 without. In float32 we predicted none. Leave room:
-# PyTorch keeps freed memory, and CUDA itself takes some.
+# to 0.2 GB with TF32, 55.7 without. In 16 bits they weren't measured. Leave room: PyTorch keeps freed memory, CUDA takes some.
 #
-# **Takeaway.** Ask *when* the peak is reached before you ask what to save. Compute it before you rent the GPU.
+# **Takeaway.** Ask *when* the peak is reached, then what to save. Compute it before you rent the GPU, if convolutions use TF32 or
+# 16 bits.
 
 # %% [markdown]
 # ## 6 · Out of memory, on purpose

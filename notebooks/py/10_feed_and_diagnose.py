@@ -355,8 +355,9 @@ with lab.attempt("the law's picture"):
 # The figure's lines are the formula, its bars the 10th to the 90th percentile. One worker wasn't measured. The left square hides
 # two circles, the map and memory.
 #
-# The rows agree within the noise. $c$ is from *resized, in memory*, nearly the map's loop, so the map's row tests little. In no
-# row does $r / w$ decide: section 5 has one, and there the step takes longer. So take $r / w$ for a lower bound.
+# The rows agree within the noise. PNG's and JPEG's $r$ is their own waiting, so they test only whether $c$ is the same. $c$ is
+# from *resized, in memory*, nearly the map's loop, so the map's row tests little. In no row does $r / w$ decide: section 5 has
+# one, and there the step takes longer. So take $r / w$ for a lower bound.
 #
 # Why does JPEG save less than the map?
 #
@@ -368,7 +369,7 @@ with lab.attempt("the law's picture"):
 #
 # The rest is equal for both formats: a faster decoder can't remove it. The map's pictures go through the same code
 # (`labutils/labs/lab10_image_input.py`), but needn't be resized. So 19.8 − 1.4, some 18 ms, are probably resizing. The map's 1.4
-# ms are more than section 2's 0.25: this code converts in more steps.
+# ms are more than section 2's 0.25: this code converts in more steps, and stacks four.
 #
 # **In your own loop:**
 #
@@ -607,14 +608,13 @@ ours = reference_runs("10").select(experiment="diagnosis")
 lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": run for run in ours}))
 
 # %% [markdown]
-# **Order.** Here it holds in part. Capture and batch size saved more than caching and workers, as ranked. Within each pair the
-# ranges overlap, so these rounds don't decide. These are four fixes chosen beforehand, not all that the tool lists. On our H100
-# and H200 the medians keep the whole order, and so do LLaVA's. Of Qwen3's loops none lets us judge: units differ, or a range is
-# too wide.
+# **Order.** Capture and batch size saved more than caching and workers, as ranked. Within each pair the ranges overlap, so these
+# rounds don't decide. These are four fixes chosen beforehand, not all that the tool lists. On our H100 and H200 the medians keep
+# the whole order, and so do LLaVA's. Of Qwen3's loops none lets us judge: units differ, or a range is too wide.
 #
 # **Size.** Predicted steps are off by −26 to +17 %. That of *precision* is off by +32 %, but its rounds range from −43 to 62 %.
-# Capture always saved less than promised; its row also changes optimizer and logging. Each row was tested alone. Gains don't add
-# up: the first table's sum to 189 %.
+# Capture always saved less than promised; its row also changes optimizer and logging. Gains don't add up: the first table's sum
+# to 189 %.
 #
 # **Your formula.** With other loops' $r$ and $c$ a step takes 4 × (59.5 + 162) = 886 ms. One worker makes it 4 × 162 = 648, 27 %
 # less. Four images at once make it 238 + 162 = 400, 55 % less. The tool promised 24 and 56 %, nearly the same. Batch size saved

@@ -277,9 +277,9 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # ms can hide behind the backward pass. So on NVLink the bound is one process's step: it says nothing of what DDP took here. It
 # decides in section 4, where links are slow.
 #
-# DDP's efficiency was 99.5 % with LoRA, 77.7 % with all weights: 2 and 39 ms more than *each for itself*. But one process's rate,
-# measured again, differed by up to 14 %: the machine is unsteady, no time decides. On two H200s elsewhere, the column *ours*, the
-# rate grew by 80 and 28 %: efficiencies of 90 and 64 %.
+# DDP's efficiency was 99.5 % with LoRA, 77.7 % with all weights: 2 and 39 ms more than *each for itself*; the rounds' median
+# differences are 2 and 24 (9 to 72). But one process's rate, measured again, differed by up to 14 %: the machine is unsteady, no
+# time decides. On two H200s elsewhere, the column *ours*, the rate grew by 80 and 28 %: efficiencies of 90 and 64 %.
 #
 # **Takeaway.** One GPU's step and the link's rate give the least time only. What DDP adds is *DDP* minus *each for itself*:
 # measure it, on a steady machine.
@@ -381,7 +381,7 @@ lab.verdict("A4.memory.fsdp")
 # **Time.** In *gradients*, – is one micro-batch, else four. *Sync each*, measured twice, took 706 and 664 ms, *no_sync* 578. FSDP
 # took 27 % longer than DDP with all weights, 16 % with LoRA. The machine is unsteady: no time decides. Messages and memory do.
 #
-# **Where are section 2's 39 ms?** There *exposed* was sending after the last gradient, by ranks that never wait. A trace can't
+# **What does a trace show?** In section 2 *exposed* was sending after the last gradient, by ranks that never wait. A trace can't
 # tell sending from waiting: here *exposed* is all time in which NCCL's kernel runs and nothing computes. So it isn't DDP's cost.
 #
 # **Prediction.** All weights of the UNet are trained with DDP. In how many percent of the traced steps' time is communication
@@ -407,9 +407,9 @@ plt.show()
 # %% [markdown]
 # The figure has one step of each. Compare patterns, not lengths: the profiler slows each row differently.
 #
-# - *ddp*: over all traced steps 34 % is exposed with all weights, 1 % with LoRA. Most of it, in *ddp, full*, comes before this
-#   step has a gradient; the trace doesn't say why. In the backward pass NCCL's kernels run for some 140 ms, where section 2's
-#   rate needs 12: they wait, or share the GPU. So section 2 gives a bound and no forecast.
+# - *ddp*: over all traced steps 34 % is exposed with all weights, 1 % with LoRA. In the step shown most of it comes before the
+#   first gradient; the trace doesn't say why. In the backward pass NCCL's kernels run far longer than section 2's 12 ms: sending,
+#   waiting and the profiler can't be told apart.
 # - *fsdp*: it communicates through most of the step, to gather weights and to reduce-scatter gradients.
 #
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
@@ -463,8 +463,8 @@ plt.show()
 # | BF16 gradients | 36 % | 70 % |
 # | four micro-batches, `no_sync` | 49 % | 76 % |
 #
-# One process's rate is uncertain by 14 %, which raises the 44 and the 49 by 5 points. So the 44 is barely excluded, and the 49 is
-# undecided.
+# One process's rate is uncertain by 14 %, which may raise the 44 to 49 and the 49 to 54. So the 44 is barely excluded, and the 49
+# is undecided.
 #
 # For N ranks, one a host, divide rate / $R$ by 2(N − 1)/N, and exclude below 1/N. N times the bound is how many GPUs' work you
 # get at most: eight hosts on 100 GbE do 2.4, not excluded and a bad purchase.
@@ -597,9 +597,9 @@ for one, other in zip(network.parameters(), weights_of_rank_0, strict=True):
 print(f"One process went on from step {begun}, to the weights that nothing had happened to.")
 
 # %% [markdown]
-# −9 is the kill. The other rank waits for a sum that never comes: gloo's connection breaks, or `torchrun` ends the rank,
-# with −15. With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint. To go on with fewer, give a
-# smaller `--nproc-per-node`.
+# −9 is the kill. The other rank waits for a sum that never comes: gloo's connection breaks, or `torchrun` ends the rank, with
+# −15. With `--max-restarts=1` `torchrun` starts all ranks again, from the same checkpoint; here rank 1 would die again. To go on
+# with fewer, give a smaller `--nproc-per-node`.
 #
 # A real training's checkpoint also holds the state of the random numbers and the place in the data: see
 # `labutils/training/checkpoint.py`. With `fully_shard` each rank's `state_dict()` has its shards only. All ranks then write one

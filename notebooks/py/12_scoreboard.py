@@ -18,7 +18,7 @@
 # %% [markdown]
 # # Lab 12 · Scoreboard
 #
-# The course tests more than 200 claims of four articles, A1 to A4 of the README. Each gets two verdicts: *ours*, from our GPUs,
+# The course judges more than 200 claims of four articles, A1 to A4 of the README. Each gets two verdicts: *ours*, from our GPUs,
 # and *here*, from your machine. This lab judges what the others have measured.
 #
 # **After this lab you can**
