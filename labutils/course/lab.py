@@ -81,7 +81,7 @@ def open_lab(number: str, namespace: dict[str, Any]) -> Lab:
         values = _parameters(namespace)
     except ValueError as error:
         raise LabError(
-            f"{error} Change it in the parameters cell, or with -p or an option of `labutils run`."
+            f"{error} Change it in the parameters cell, or with -p (papermill: words with -r)."
         ) from None
     asked = values.pop("results_dir", "") or os.environ.get("LABUTILS_RESULTS", "")
     opened_with = (number, values, asked)

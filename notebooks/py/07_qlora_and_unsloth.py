@@ -160,8 +160,8 @@ for sigma in (5, 10, 20, 50, 100):
 lab.verdict("A3.int8.codes", "A3.int8.outlier", "A3.blocks.contain")
 
 # %% [markdown]
-# With one constant 31 % are 0: half a step is 0.39 sigma. The article expects nearly all to be 0. As the others reach 5 sigma,
-# all are 0 beyond some 5 · 254 = 1,270.
+# With one constant 31 % are 0: half a step is 0.39 sigma. The others, 5 sigma at most, get codes up to 6 of 127. Beyond some 5 ·
+# 254 = 1,270 sigma all are 0.
 #
 # **Takeaway.** The largest number sets the error of all that share its constant. Blocks leave an outlier 63 neighbours to spoil.
 
@@ -382,7 +382,7 @@ with lab.attempt("SFTTrainer"):
     torch.testing.assert_close(torch.tensor(said), torch.tensor(losses), rtol=0.01, atol=0)
 
 # %% [markdown]
-# The losses agree to 0.001.
+# On our H200 the losses agree to 0.001.
 #
 # How many numbers does LoRA train? On the *meta* device tensors have shapes only.
 
@@ -511,7 +511,7 @@ lab.verdict("A3.qlora.cause")
 # %% [markdown]
 # On the H200 4 bits alone made the step 6 % longer, with an interval of 4 to 9. That is 22 ms.
 #
-# - *GPU:* restoring takes 17 ms, 8 % more than by the formula. On LLaVA it is 10. We didn't look for why.
+# - *GPU:* restoring takes 17 ms, 8 % more than by the formula. On LLaVA it is 10 % more. We didn't look for why.
 # - *Host:* at most some 5 of its 50 ms show, as it launches while the GPU computes. The GPU is busy for 95 % of the step. One of
 #   our four other H200 hosts lost 14 %.
 #
@@ -559,8 +559,8 @@ torch.testing.assert_close(gradient(x, counting), gradient(x))
 print(f"{len(sent)} tensors, {sum(sent) / 1e6:.1f} MB, waited on the host; same gradient")
 
 # %% [markdown]
-# 4.2 MB are eight blocks' inputs; the other eight tensors are empty. Here training waits for each copy. The course's `Parking`
-# (`labutils/layers/activation_checkpoint.py`), *offloaded* below, copies while the GPU computes.
+# 4.2 MB are eight blocks' inputs; the H200's other eight tensors are empty. Here training waits for each copy. The course's
+# `Parking` (`labutils/layers/activation_checkpoint.py`), *offloaded* below, copies while the GPU computes.
 #
 # **Prediction.** LoRA, the base, keeps all activations; QLoRA has checkpoints. Frozen weights need no gradient: products take the
 # same backward as forward. Checkpoints make two passes three. Add restoring and float32. By how many percent is QLoRA's step on
@@ -800,7 +800,7 @@ if rival and rival.ok and ours.ok:
         print(f"{metric}, ours against unsloth's: {effect(rival, ours, None, metric).text()}")
 
 # %% [markdown]
-# Up and to the left is better; the left green dot is *packed, 4 bits*.
+# Up and to the left is better.
 #
 # - *Speed:* our recipe trains 1.15 times as many as unsloth. It takes 13 % less time a token, with an interval of 6 to 22. On
 #   five H200 hosts its step took 369 to 378 ms, unsloth's 403 to 699. We didn't look for why unsloth's varies.

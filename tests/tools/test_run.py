@@ -47,14 +47,14 @@ def kept_run(folder: Path, lab: str, name: str) -> Run:
 
 def test_a_lab_is_called_by_number_name_or_path(tmp_path, notebook):
     path = notebook("03_sleepy_workers", "fine")
-    notebook("04_other", "fine")
+    notebook("00_other", "fine")
     for name in ("03", "3", "03_sleepy_workers", path):
         assert [lab.number for lab in runner.find([name, name], tmp_path)] == ["03"]
-    assert [lab.number for lab in runner.find([], tmp_path)] == ["03", "04"]
+    assert [lab.number for lab in runner.find([], tmp_path)] == ["00", "03"]
     (tmp_path / "05_torn.ipynb").write_text('{"cells": [')
     (tmp_path / "copies").mkdir()
     copy = troubled_notebooks.write(tmp_path / "copies", "03_sleepy_workers", "fine")
-    for names, word in ((["6"], "sleepy"), (["05"], "torn"), (["03", copy], "both")):
+    for names, word in (([""], "03"), (["6"], "sleepy"), (["05"], "torn"), (["03", copy], "both")):
         with pytest.raises(UsageError, match=word):
             runner.find(names, tmp_path)
 

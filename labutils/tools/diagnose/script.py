@@ -129,12 +129,12 @@ def environment_for(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def run_with_hooks(command: Sequence[str], settings: Mapping[str, Any]) -> int:
     """Its exit code; 0 where it was ended because its steps had been measured. What it prints is
-    shown, unless fixes are tried in it. What it leaves running is ended, unless it may keep going
-    and has come to its own end.
+    shown, unless fixes are tried in it: then it gets no input, either. What it leaves running is
+    ended, unless it may keep going and has come to its own end.
     """
     out, environment = subprocess.DEVNULL if "try" in settings else None, environment_for(settings)
     try:
-        process = Command(_words(command), MARK, env=environment, stdout=out, stderr=out)
+        process = Command(_words(command), MARK, env=environment, stdin=out, stdout=out, stderr=out)
     except OSError as error:
         raise NoDiagnosis(
             f"There is no command {command[0]!r} here ({error.strerror}). Type the script as you "

@@ -84,7 +84,7 @@ def path_of(name: str, known: Sequence[Path]) -> Path:
         return Path(name).resolve()
     words = name.replace(" ", "_")
     for path in known:
-        if words in (path.stem, path.stem[3:], path.name) or name.zfill(2) == path.stem[:2]:
+        if words in (path.stem, path.stem[3:], path.name) or path.stem[:2] in (name, f"0{name}"):
             return path
     labs = "".join(f"\n    {path.stem.replace('_', ' ')}" for path in known)
     raise UsageError(f"There is no lab {name!r}. A lab is called by number, name or path:{labs}")
