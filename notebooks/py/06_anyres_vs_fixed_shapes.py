@@ -408,8 +408,7 @@ torch.compiler.reset()
 
 # %% [markdown]
 # **Prediction.** How many recompilations do six steps (`tiny`: three) on the article's images take, the published model compiled
-# as a whole? Images have one token count here, answers don't. Each piece between graph breaks is compiled by itself: step 1 alone
-# counts 3 recompilations, and the text's length reaches eight pieces.
+# as a whole? Images have one token count here, answers don't. Each piece between graph breaks is compiled by itself.
 
 # %%
 my_recompilations: float | None = None  # for example 8
@@ -438,7 +437,7 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # %% [markdown]
 # Varying images make the compiler start over: 19 times in six steps, against 11 with images of one size. The article's images
 # have one size, so there they didn't. *uniform*'s 8 in step 2 come from an answer that is a token longer: with text padded, only
-# step 1's 3 stay (not shown). The time lost wasn't measured.
+# step 1's 3 stay (not shown). In your script `TORCH_LOGS=recompiles` prints each, with the guard that failed.
 #
 # **Takeaway.** On varied images with places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of
 # the two did it is open.
@@ -515,7 +514,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** If time follows FLOPs, compiling and smaller inputs make most of the half. Constant shapes make at most the rest.
+# **Takeaway.** If time follows FLOPs, compiling and smaller inputs make most of the half, and constant shapes at most the rest.
+# Here *compile* had images of one size, too.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -541,7 +541,7 @@ lab.show(two, columns, **both)
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# That stays open: *padded* took 8 % less time a token, within the noise of −30 to +13 %. A third of its tokens was padding.
+# Whether one length is faster stays open: *padded* took 8 % less time a token, within the noise of −30 to +13 %.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -638,10 +638,10 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The last rung has 2.13 times the plain loop's useful tokens a second, on an unsteady machine. Of that *packed*'s 1.16x is open:
-# its images were smaller and its step had four times the tokens. *blocks compiled* had *bf16*'s images.
+# The last rung has 2.13 times the plain loop's useful tokens a second, on an unsteady machine. Packing's part of it, 1.16x, can't
+# be told: *packed* also had smaller images, four times the tokens in a step, and logits of answers only.
 #
-# **Takeaway.** *blocks compiled* was 1.7 and 1.85 times as fast as *bf16*'s two visits, on an unsteady machine.
+# **Takeaway.** No host waits and compiled blocks together were 1.7 to 1.85 times as fast, on an unsteady machine.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -987,7 +987,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # | full images, 20 GB | *compile* at batch 2: 19.4 GB |
 # | full images, 17 GB | *qlora* at batch 4: 16.9 GB |
 #
-# Not timed: *fp8-frozen*, squares in FP8 or unpadded, the whole model compiled.
+# Not timed: *fp8-frozen* in the whole model above batch 1, squares in FP8 or unpadded, the whole model compiled.
 
 # %% [markdown]
 # ## Exercises

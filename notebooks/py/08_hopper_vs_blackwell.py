@@ -314,8 +314,8 @@ lab.table(pd.DataFrame(rows))
 # 1. Trace the step: each kernel's ms, and where the host waits.
 # 2. Profiling slows the host. So time a step that the host decides, unprofiled: texts of 8 tokens. `c_short` is the $c$ whose
 # replay takes as long.
-# 3. Longer texts need about as many *operations*, in more launches. Assume that operations set the host's time: then *host, ms*
-#    stays, and $c$, its share of a launch, is smaller.
+# 3. For longer texts keep the host's time for an *operation*, not for a launch. Operations are equally many, so *host, ms* stays.
+#    Launches are more, so $c$ shrinks.
 
 
 # %%
@@ -451,11 +451,13 @@ steps_by_length = step = lm = None  # their memory is needed
 lab.table(pd.DataFrame(rows))
 
 # %% [markdown]
-# Isn't the larger of *host* and *kernels* enough? In five rows it is within 10 %. In *moe*, 2,048, it is 25 % low, the replay 6
-# %: both clocks are close, and 463 waits keep the host from running ahead. In *moe*, 256 and 1,024, the larger sum is nearer:
-# both steps took 157 ms, less than *host*. A smaller $c$ would help there and harm at 2,048: the replay errs, or point 3 does.
+# Isn't the larger of *host* and *kernels* enough? Mostly. *Host* comes from the short step, so *dense*, 256, and *moe*, 256 and
+# 1,024, test little more than that it stays. In these *moe* rows the larger sum is even nearer. *Moe*, 2,048, tells the methods
+# apart: both clocks are close, and 463 waits keep the host from running ahead. The larger sum is 25 % low, the replay 6 %;
+# section 2's short form would give 187 ms, 21 % low.
 #
-# **Takeaway.** A trace and a short step predict a step, on our H200 within 11 % in six steps.
+# **Takeaway.** If the clocks are far apart, take the larger sum. If they are close and waits are many, replay. On our H200 it is
+# within 11 %.
 
 # %% [markdown]
 # ## 5 · Two real models
@@ -464,14 +466,8 @@ lab.table(pd.DataFrame(rows))
 #
 # **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop. The course's code
 # (`labutils/profiling/step_model.py`) does section 4 with a *refined* replay. Where a kernel was launched 20 µs before the
-# previous one ended, the GPU still pauses 1 to 2 µs, the *gap*. And launches differ, as in the trace. In pseudocode:
-#
-# ```python
-# gap = median(begun - done for launched, done, begun in kernels if launched + 0.02 < done)
-# refined = [(c * host_ms / mean_ms, k + gap, waits) for host_ms, k, waits in queue]
-# ```
-#
-# Where kernels decide, gaps add up. Where launches decide, they mostly hide.
+# previous one ended, the GPU still pauses 1 to 2 µs, the *gap*: each kernel gets one. And launches aren't equal: their proportions
+# come from the trace, their mean $c$ from the short step.
 #
 # **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU
 # idle?
@@ -573,8 +569,9 @@ for name, step in studied.items():
 lab.verdict("A3.moe.launches", "A3.dense.busy")
 
 # %% [markdown]
-# In *dense* kernels decide. In *loop* launches take more than twice as long as kernels, and the GPU idles 56 to 64 %. This host
-# isn't steady: read again, *dense*'s $c$ is 22 % larger, and the same loop took 1,140 ms, not 1,372.
+# In *dense* kernels decide. In *loop* launches take more than twice as long as kernels, and the GPU idles 56 to 64 %. The
+# refinements bring *dense* from −9 to −3 %; the loop doesn't need them. This host isn't steady: read again, *dense*'s $c$ is 22 %
+# larger, and the same loop took 1,140 ms, not 1,372.
 #
 # **Takeaway.** Kernels decide *dense*, launches *loop*.
 
@@ -881,22 +878,24 @@ plt.show()
 # In the test kernels lie between the ends in four rows of four, steps in three: the loop's takes 9 % longer. The test is weak:
 # H100 and H200 have equal peaks. The short form is low, too: three H200 dots are 6 to 10 % above their bars.
 #
-# Launches don't get faster with a card. By this model a B200 runs the loop 1.0 times as fast as an H100, *grouped* 2.1 to 2.4.
+# Launches don't get faster with a card: by this model a B200 gains nothing on the loop, and is 2.1 to 2.4 times an H100 on
+# *grouped*. *Dense* on a B200 hangs on $c$: 277 ms, or 340 by section 5's second reading.
 #
-# **Back to the article.** By its rates gpt-oss-120b takes, in seconds for 32 texts:
+# **Back to the article.** Where launches decide, 16 texts take as long as 32: half a batch halves the rate. Is that the H100's
+# case? By the article's rates gpt-oss-120b takes, in seconds for 32 texts:
 #
 # | | short texts | long texts |
 # |---|---|---|
 # | RTX PRO | 12.3 | 15.8 |
 # | H100 | 12.5 | 11.1 for 16 |
 #
-# On short texts unequal cards differ by 2 %: hosts seem to decide, and then both hosts are about equally fast. The H100's 16 long
-# texts, unpadded 3.7 times the tokens of 32 short ones, take no longer: launches seem to decide there, too, though 11.1 s are 11
-# % too few.
+# Two signs say yes. On short texts unequal cards differ by 2 %. And the H100's 16 long texts, unpadded 3.7 times the tokens of 32
+# short ones, take 11 % less time, not more.
 #
 # What if the H100 took 32 long texts? The RTX PRO's kernels take 15.8 s at most. The H100's bandwidth is 1.9 times as high, its
-# peak 2.3 times, and on Qwen3-32B it was 2.6 times as fast. So its kernels take at most 8.4 s, less than the launches. We expect
-# some 12 s: the H100 wins. Half a batch can explain the order, if the article looped over experts. Nobody timed it.
+# peak 2.3 times, and on Qwen3-32B it was 2.6 times as fast. So its kernels take at most 8.4 s, less than its launches. We expect
+# some 12 s, or 15 if the short form is as low as in section 4's last row: the H100 wins, perhaps barely. Half a batch can explain
+# the order, if the article looped over experts.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
@@ -1326,8 +1325,7 @@ lab.verdict("A3.32b.factor", "A3.120b.factor")
 # %% [markdown]
 # **Answer.** With like hosts and 32 texts on both, the slower card loses with every host drawn. With 16 on the H100 it is 1.2 to
 # 1.6 times as fast at the fitted 23 µs, 1.0 to 1.4 at 20. At 18 µs, or padded at 20, it can lose. Both fits together, 23 µs and
-# the article's kernels, give 1.6. So two clocks can explain the order. The article's 1.3 to 1.4 lies in the band, no more. A
-# slower host for the H100 alone wasn't tried.
+# the article's kernels, give 1.6. So two clocks can explain the order. A slower host for the H100 alone wasn't tried.
 #
 # **Takeaway.** "Card A beats card B" is a statement about two hosts, two batches, a length and a loop.
 

@@ -277,9 +277,10 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # ms can hide behind the backward pass. So on NVLink the bound is one process's step: it says nothing of what DDP took here. It
 # decides in section 4, where links are slow.
 #
-# DDP's efficiency was 99.5 % with LoRA, 77.7 % with all weights: 2 and 39 ms more than *each for itself*; the rounds' median
-# differences are 2 and 24 (9 to 72). But one process's rate, measured again, differed by up to 14 %: the machine is unsteady, no
-# time decides. On two H200s elsewhere, the column *ours*, the rate grew by 80 and 28 %: efficiencies of 90 and 64 %.
+# With LoRA DDP took 2 ms more than *each for itself*: efficiency 99.5 %. With all weights it took 39 ms more, by rounds 24 with
+# an interval of 9 to 72: efficiency 77.7 %. We didn't find where these go. Nor are they sure: one process's rate, measured again,
+# differed by up to 14 %. The machine is unsteady, no time decides. On two H200s elsewhere, the column *ours*, the rate grew by 80
+# and 28 %: efficiencies of 90 and 64 %.
 #
 # **Takeaway.** One GPU's step and the link's rate give the least time only. What DDP adds is *DDP* minus *each for itself*:
 # measure it, on a steady machine.
@@ -381,11 +382,12 @@ lab.verdict("A4.memory.fsdp")
 # **Time.** In *gradients*, – is one micro-batch, else four. *Sync each*, measured twice, took 706 and 664 ms, *no_sync* 578. FSDP
 # took 27 % longer than DDP with all weights, 16 % with LoRA. The machine is unsteady: no time decides. Messages and memory do.
 #
-# **What does a trace show?** In section 2 *exposed* was sending after the last gradient, by ranks that never wait. A trace can't
-# tell sending from waiting: here *exposed* is all time in which NCCL's kernel runs and nothing computes. So it isn't DDP's cost.
+# **What does a trace show?** NCCL's kernel also runs while it waits for the other rank. The next cell's *exposed* is all time in
+# which that kernel runs and nothing computes: sending, waiting and the profiler's delay together. It is neither section 2's
+# *exposed* nor DDP's cost.
 #
 # **Prediction.** All weights of the UNet are trained with DDP. In how many percent of the traced steps' time is communication
-# exposed? Expect more than section 2's 0.1 ms.
+# exposed?
 
 # %%
 my_exposed: float | None = None  # for example 5
@@ -408,8 +410,8 @@ plt.show()
 # The figure has one step of each. Compare patterns, not lengths: the profiler slows each row differently.
 #
 # - *ddp*: over all traced steps 34 % is exposed with all weights, 1 % with LoRA. In the step shown most of it comes before the
-#   first gradient; the trace doesn't say why. In the backward pass NCCL's kernels run far longer than section 2's 12 ms: sending,
-#   waiting and the profiler can't be told apart.
+#   first gradient; the trace doesn't say why. In the backward pass NCCL's kernels run far longer than the 12 ms that sending
+#   takes. So never read a trace's NCCL time as network time.
 # - *fsdp*: it communicates through most of the step, to gather weights and to reduce-scatter gradients.
 #
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
@@ -421,9 +423,9 @@ plt.show()
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
 # **Technique.** A step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step. For the UNet
-# with all weights it is 3.44 GB / 0.145 s, 23.7 GB/s. Two ranks' efficiency is at most the link's rate / $R$. 100 GbE
-# carries 12.5 GB/s: at most 53 %. Below 50 %, two GPUs lose to one: that network is *excluded*. The code uses section 2's sharper
-# bound: gradients come only in the backward pass.
+# with all weights it is 3.44 GB / 0.145 s, 23.7 GB/s. Two ranks' efficiency is at most the link's rate / $R$. 100 GbE carries
+# 12.5 GB/s: at most 53 %; 25 GbE, at most 13 %. Below 50 %, two GPUs lose to one: that network is *excluded*. The code uses
+# section 2's sharper bound: gradients come only in the backward pass.
 
 # %%
 networks = {"1 GbE": 0.125, "10 GbE": 1.25, "100 GbE": 12.5, "400G InfiniBand": 50, "NVLink": 450}
@@ -448,14 +450,9 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# | training | excluded | highest bound of these |
-# |---|---|---|
-# | UNet, LoRA | none | – |
-# | Qwen3 8 B, LoRA | 1 GbE | 43 % |
-# | UNet, all weights | 1 to 100 GbE | 44 % |
-#
-# The table is for two H100s, one micro-batch and float32. Other ways to train all weights, with half of `lead_bytes`, or with
-# four steps' time in `at_most`:
+# Look where each line falls below 50 %. The UNet with LoRA never does, Qwen3 with LoRA only on 1 GbE, at 43 %. The UNet with all
+# weights (*full*) clearly does on 1 and 10 GbE, and barely on 100 GbE, at 44 %. Other ways to train all weights, with half of
+# `lead_bytes`, or with four steps' time in `at_most`:
 #
 # | UNet, all weights, at most | 40 GbE | 100 GbE |
 # |---|---|---|
@@ -463,8 +460,8 @@ plt.show()
 # | BF16 gradients | 36 % | 70 % |
 # | four micro-batches, `no_sync` | 49 % | 76 % |
 #
-# One process's rate is uncertain by 14 %, which may raise the 44 to 49 and the 49 to 54. So the 44 is barely excluded, and the 49
-# is undecided.
+# If one process's rate is really 14 % lower, within its noise, the 44 becomes 49, and the 49 54. So the 44 is barely excluded,
+# and the 49 is undecided.
 #
 # For N ranks, one a host, divide rate / $R$ by 2(N − 1)/N, and exclude below 1/N. N times the bound is how many GPUs' work you
 # get at most: eight hosts on 100 GbE do 2.4, not excluded and a bad purchase.

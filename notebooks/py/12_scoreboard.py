@@ -156,9 +156,10 @@ np.testing.assert_allclose((found.value, found.low, found.high), effect(a, b))
 #    and times are *inconclusive*: nobody knows what the disturbance did to B.
 #
 # So B is *faster* in order 3: with $f$ = 1.020 its interval ends at 0.994. Orders 1 and 2 are *inconclusive* by step 2 alone:
-# widened, B reaches from 0.89 to 1.18 and from 0.93 to 1.01. That is for this seed: with another, order 2 may pass.
+# widened, B reaches from 0.89 to 1.18 and from 0.93 to 1.01. That is for this seed: with many others order 2 passes. Its
+# direction is then right, but its size is 0.7 % off, and no step corrects that: only the order does, and only for a steady drift.
 #
-# Write exercise 3's rule now, before section 3's code gives it away.
+# Write exercise 3's rule now, at the end of the page: section 3's code gives it away.
 #
 # **Takeaway.** Compare within a round, turn every other round around, and ask what the same thing twice would have shown.
 
@@ -266,7 +267,8 @@ print(f"Unsteady: {len(unsteady)}. The change exceeds the noise in {len(clear)}:
 # - *All else*: 79 of 95, 83 %. These are counts, bytes, shares of time, single times, and 12 rows of data sheets. None is
 #   inconclusive. The noise of single times wasn't measured, so more is decided, not better proved.
 # - Times whose noise we know: 3 of 36, 8 %. For 25 the machine was unsteady: step 3 applied. In 11 of these the change exceeds
-#   the noise: step 3 hides a direction, against 1 and not against the claim's limits. How many verdicts it changes isn't counted.
+#   the noise: step 3 hides a direction, against 1 and not against the claim's limits. It changes ten verdicts at most:
+#   *A2.fixed.speed* is inconclusive without it.
 #
 # So this board says little about the size of the articles' speed-ups.
 #
@@ -406,8 +408,9 @@ lab.table(useful, otherwise="No lab here settles more.")
 
 # %% [markdown]
 # By the table it is the first: on our CPU lab 03, with at most 7. But its examples are times, and inconclusive on our GPUs. Lab
-# 06's are counts and a share of FLOPs, which don't depend on the clock. So run lab 06 first. At least 50 of its 56 claims stay
-# open: they need a GPU or pretrained weights, or no run can tell.
+# 06's are counts and a share of FLOPs: a run here decides them. So lab 06 comes first if verdicts are what you want; by section 4
+# expect agreement and little news. News is in the 25 unsteady times, which need a steadier GPU. At least 50 of lab 06's 56 claims
+# stay open: they need a GPU or pretrained weights, or no run can tell.
 #
 # **Takeaway.** Choose by what a run can decide, not by how many claims wait: *may* is an upper limit.
 
@@ -450,9 +453,10 @@ print(lab12_scoreboard.check_rule(my_rule))
 
 # %% [markdown]
 # **4. Make it faster.** `stock_step` has a frozen encoder, an adapter and a head of 4,096 words. It takes four micro-batches. In
-# each, one position in eight has a label, so all four have equally many. First run the cell as it is: then `my_step` is
-# `stock_step`, and you see *A again*. Does its interval hold 1, and how wide is it? Then write `my_step`: the same loss and the
-# same gradients, at least four times as fast. The check judges on an unsteady machine, too.
+# each, one position in eight has a label, so all four have equally many. Here `A` and `B` are the adapter's matrices, and the
+# ratio is stock / yours: above 1 is faster. First run the cell as it is: the same code twice, so the truth is 1. Does the
+# interval hold it, and how wide is it? Then write `my_step`: the same loss and the same gradients, at least four times as fast.
+# The check judges on an unsteady machine, too.
 
 # %%
 torch.manual_seed(0)
