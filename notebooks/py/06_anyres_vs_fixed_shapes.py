@@ -501,9 +501,9 @@ lab.table(sums(Runs([*seen, *on_record])))
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
-# It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; if 11 % goes with 53 and 20 with 47, it is 13 and 1. On our
-# H200s it is 2 to 4 points; the intervals of batch 4 allow 1 to 11. *Data*, 154 and 104 ms, shrinks as FLOPs do: it adds nothing
-# to the rest. Whether all time follows FLOPs wasn't tested.
+# It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; its ranges allow 1 to 13. On our H200s it is 2 to 4 points;
+# the intervals of batch 4 allow 1 to 11. *Data* shrinks as FLOPs do, so it adds nothing. Whether all time follows FLOPs wasn't
+# tested.
 #
 # FLOPs without padding to 2,048:
 
@@ -818,7 +818,8 @@ steps = model = None
 # 1.03 between steps, as *fp8-frozen* does. Peaks within a step weren't measured here.
 #
 # QLoRA's memory isn't reached at batch 1: in section 3's model *fp8-frozen* took 10.4 GB, *qlora* 8.1. If it grows with the batch
-# as BF16 does, *qlora* takes more from batch 4 on: not tried. FP8 was slower than BF16 here, on an unsteady machine.
+# as BF16 does, *qlora* takes more from batch 4 on: not tried. FP8 was slower than BF16 here. Probably the host sets the pace: at
+# the GPU's peak BF16's products take some 7 of the 32.9 ms, and FP8's layers launch more operations.
 #
 # **Takeaway.** Libraries can hold FP8 weights once between steps, if you drop the transposes. At batch 1 QLoRA still takes less
 # memory.

@@ -360,8 +360,9 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # hence one message of 4.20 MB. DDP decides in the forward pass whether to send, so `no_sync` encloses it, too.
 #
 # **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. FSDP, without buckets, holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is
-# 29.1 GB. What is FSDP's on two?
+# Adam's two averages. FSDP, without buckets, holds $16/N$. With `gradient_as_bucket_view=True` DDP's gradients lie in the
+# buckets; on our H200s that didn't lower the peak. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB.
+# What is FSDP's on two?
 
 # %%
 my_peak: float | None = None  # in GB
@@ -379,15 +380,15 @@ lab.verdict("A4.memory.fsdp")
 # %% [markdown]
 # **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. We didn't look for why it is less.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *Sync each*, measured twice, took 706 and 664 ms, *no_sync* 578. FSDP
-# took 27 % longer than DDP with all weights, 16 % with LoRA. The machine is unsteady: no time decides. Messages and memory do.
+# **Time.** In *gradients*, – is one micro-batch, else four. *Sync each*, measured twice, took 706 and 664 ms, *no_sync* 578: no
+# more than four steps of one process, 4 × 145. FSDP took 27 % longer than DDP with all weights, 16 % with LoRA. The machine is
+# unsteady: no time decides. Messages and memory do.
 #
-# **What does a trace show?** NCCL's kernel also runs while it waits for the other rank. The next cell's *exposed* is all time in
-# which that kernel runs and nothing computes: sending, waiting and the profiler's delay together. It is neither section 2's
-# *exposed* nor DDP's cost.
+# **What does a trace show?** NCCL's kernel also runs while it waits for the other rank. *NCCL alone* is all time in which that
+# kernel runs and nothing computes: sending, waiting and the profiler's delay together. It is neither section 2's *exposed* nor
+# DDP's cost. The next cell calls it *exposed*, too.
 #
-# **Prediction.** All weights of the UNet are trained with DDP. In how many percent of the traced steps' time is communication
-# exposed?
+# **Prediction.** All weights of the UNet are trained with DDP. In how many percent of the traced steps' time is NCCL alone?
 
 # %%
 my_exposed: float | None = None  # for example 5
@@ -409,9 +410,9 @@ plt.show()
 # %% [markdown]
 # The figure has one step of each. Compare patterns, not lengths: the profiler slows each row differently.
 #
-# - *ddp*: over all traced steps 34 % is exposed with all weights, 1 % with LoRA. In the step shown most of it comes before the
-#   first gradient; the trace doesn't say why. In the backward pass NCCL's kernels run far longer than the 12 ms that sending
-#   takes. So never read a trace's NCCL time as network time.
+# - *ddp*: over all traced steps NCCL is alone for 34 % of the time with all weights, for 1 % with LoRA. In the step shown most of
+#   it comes before the first gradient; the trace doesn't say why. In the backward pass NCCL's kernels run far longer than the 12
+#   ms that sending takes. So never read a trace's NCCL time as network time.
 # - *fsdp*: it communicates through most of the step, to gather weights and to reduce-scatter gradients.
 #
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
@@ -451,8 +452,8 @@ plt.show()
 
 # %% [markdown]
 # Look where each line falls below 50 %. The UNet with LoRA never does, Qwen3 with LoRA only on 1 GbE, at 43 %. The UNet with all
-# weights (*full*) clearly does on 1 and 10 GbE, and barely on 100 GbE, at 44 %. Other ways to train all weights, with half of
-# `lead_bytes`, or with four steps' time in `at_most`:
+# weights (*full*) clearly does on 1 and 10 GbE, and barely on 100 GbE, at 44 %. Other ways to train all weights, with `[size / 2
+# for size in sizes]`, or with `4 * one.metric("step_ms")` in both places:
 #
 # | UNet, all weights, at most | 40 GbE | 100 GbE |
 # |---|---|---|
