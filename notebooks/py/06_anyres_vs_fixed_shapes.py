@@ -502,7 +502,7 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; its ranges allow 1 to 13. On our H200s it is 2 to 4 points;
-# the intervals of batch 4 allow 1 to 11. *Data* shrinks as FLOPs do, so it adds nothing. Whether all time follows FLOPs wasn't
+# the intervals of batch 4 allow 1 to 11. *Data* shrinks as FLOPs do: it adds nothing. Whether all time follows FLOPs wasn't
 # tested.
 #
 # FLOPs without padding to 2,048:
