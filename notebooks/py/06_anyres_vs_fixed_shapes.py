@@ -502,8 +502,8 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; its ranges allow 1 to 13. On our H200s it is 2 to 4 points;
-# the intervals of batch 4 allow 1 to 11. *Data* shrinks as FLOPs do: it adds nothing. Whether all time follows FLOPs wasn't
-# tested.
+# the intervals of batch 4 allow 1 to 11. *Data* adds nothing here, 1 to 3 points at other batches. Whether all time follows FLOPs
+# wasn't tested.
 #
 # FLOPs without padding to 2,048:
 
@@ -638,8 +638,8 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The last rung has 2.13 times the plain loop's useful tokens a second, on an unsteady machine. Packing's part of it, 1.16x, can't
-# be told: *packed* also had smaller images, four times the tokens in a step, and logits of answers only.
+# The last rung has 2.13 times the plain loop's useful tokens a second. Packing's part of the last 1.16x can't be told: *packed*
+# also had smaller images, four times the tokens in a step, and logits of answers only.
 #
 # **Takeaway.** No host waits and compiled blocks together were 1.7 to 1.85 times as fast, on an unsteady machine.
 
@@ -988,7 +988,7 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # | full images, 20 GB | *compile* at batch 2: 19.4 GB |
 # | full images, 17 GB | *qlora* at batch 4: 16.9 GB |
 #
-# Not timed: *fp8-frozen* in the whole model above batch 1, squares in FP8 or unpadded, the whole model compiled.
+# Not timed on this page: *fp8-frozen* in the whole model, squares in FP8 or unpadded, the whole model compiled.
 
 # %% [markdown]
 # ## Exercises

@@ -456,8 +456,7 @@ lab.table(pd.DataFrame(rows))
 # apart: both clocks are close, and 463 waits keep the host from running ahead. The larger sum is 25 % low, the replay 6 %;
 # section 2's short form would give 187 ms, 21 % low.
 #
-# **Takeaway.** If the clocks are far apart, take the larger sum. If they are close and waits are many, replay. On our H200 it is
-# within 11 %.
+# **Takeaway.** If waits are few, the larger sum mostly does. Else replay: it was within 11 % in these six steps.
 
 # %% [markdown]
 # ## 5 · Two real models
@@ -878,7 +877,7 @@ plt.show()
 # In the test kernels lie between the ends in four rows of four, steps in three: the loop's takes 9 % longer. The test is weak:
 # H100 and H200 have equal peaks. The short form is low, too: three H200 dots are 6 to 10 % above their bars.
 #
-# Launches don't get faster with a card: by this model a B200 gains nothing on the loop, and is 2.1 to 2.4 times an H100 on
+# Launches don't get faster with a card: by this model a B200 gains 2 to 3 % on the loop, and is 2.1 to 2.4 times an H100 on
 # *grouped*. *Dense* on a B200 hangs on $c$: 277 ms, or 340 by section 5's second reading.
 #
 # **Back to the article.** Where launches decide, 16 texts take as long as 32: half a batch halves the rate. Is that the H100's
@@ -889,13 +888,13 @@ plt.show()
 # | RTX PRO | 12.3 | 15.8 |
 # | H100 | 12.5 | 11.1 for 16 |
 #
-# Two signs say yes. On short texts unequal cards differ by 2 %. And the H100's 16 long texts, unpadded 3.7 times the tokens of 32
-# short ones, take 11 % less time, not more.
+# Two signs suggest it. On short texts unequal cards differ by 2 %, if hosts are alike. And the H100's 16 long texts, unpadded 3.7
+# times the tokens of 32 short ones, take 11 % less time, not more.
 #
 # What if the H100 took 32 long texts? The RTX PRO's kernels take 15.8 s at most. The H100's bandwidth is 1.9 times as high, its
 # peak 2.3 times, and on Qwen3-32B it was 2.6 times as fast. So its kernels take at most 8.4 s, less than its launches. We expect
-# some 12 s, or 15 if the short form is as low as in section 4's last row: the H100 wins, perhaps barely. Half a batch can explain
-# the order, if the article looped over experts.
+# some 12 s, or 13 if the short form is as low as for the loop above: the H100 wins. Half a batch can explain the order, if the
+# article looped over experts.
 #
 # **Takeaway.** Remove launches, then compare cards.
 
