@@ -68,7 +68,7 @@ UNSLOTH = {
     "unsloth, packed": ("long", A3_BASE.but(base_linear="nf4", **LOOP, **ROWS), {"rows": "packed"}),
 }
 """Name -> texts, recipe, further tags. It is timed on the batches and rows of the others."""
-STEPS = {"long": 1, "short": 2, "packed": 2}
+STEPS = {"long": 1, "short": 2, "packed": 3}
 """Texts, or rows -> batches timed a round: so many that a benchmark adds none to fill the round,
 which it would for a fast recipe of one process and not for a slow one of another."""
 

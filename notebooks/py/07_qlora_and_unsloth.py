@@ -222,8 +222,7 @@ print("bytes, constants and restored weights: bitsandbytes', bit for bit")
 
 # %% [markdown]
 # A block's constant, now its absmax, takes 32/64, half a bit a weight. *Double quantisation* puts these constants in 8 bits:
-# their mean is subtracted, and each 256 share one constant. The 256 levels are bitsandbytes' own format. On a CPU two codes in a
-# thousand differ.
+# their mean is subtracted, and each 256 share one constant. The 256 levels are bitsandbytes' own format.
 
 # %%
 levels8, mean = bnb.create_dynamic_map(), peaks.mean()
@@ -713,8 +712,7 @@ lab.verdict("A3.unsloth.long", "A3.unsloth.length", "A3.unsloth.memory")
 #   kernels take 206 of 714 ms there: the host sets the pace. Other hosts left it open.
 #
 # QLoRA takes 21 GB more on long texts. By computation, two or three float32 copies of all *logits*, a number for each token and
-# word, are 10 to 15 of them. Float32 checkpoints are 4.8, and embedding and head in float32 are 2.5 more than in 16 bits. In all
-# 17 to 22.
+# word, are 10 to 15 of them. Float32 checkpoints are 4.8, and embedding and head in float32 are 2.5 more than in 16 bits.
 #
 # **Takeaway.** Loss by chunks, 16 bits and checkpoints on the host can explain unsloth's memory. Which change brings the time,
 # these runs don't separate.
@@ -802,8 +800,9 @@ if rival and rival.ok and ours.ok:
 # %% [markdown]
 # Up and to the left is better.
 #
-# - *Speed:* our recipe trains 1.15 times as many as unsloth. It takes 13 % less time a token, with an interval of 6 to 22. On
-#   five H200 hosts its step took 369 to 378 ms, unsloth's 403 to 699. We didn't look for why unsloth's varies.
+# - *Speed:* our recipe trains 1.15 times as many as unsloth. It takes 13 % less time a token, interval 6 to 22. unsloth was timed
+#   on two of our three rows a round; on these two it is 13 %, too. On five H200 hosts our step took 369 to 378 ms, unsloth's 403
+#   to 699. We didn't look for why.
 # - *Memory:* ours takes 1.5 GB more. By computation 1.2 are checkpoints: unsloth's wait on the host.
 # - *FP8* has faster products, so a lower floor. It also rounds activations and gradients.
 #
