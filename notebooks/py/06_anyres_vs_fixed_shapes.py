@@ -67,7 +67,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import (
+    CLIPVisionConfig,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 # %%
 from labutils.course import plots
@@ -424,7 +430,9 @@ small = {
 }
 apart = A2_BASE.but(layers="rewritten", compile_scope="blocks")  # places from the collator
 cases = {"uniform": (A2_BASE, {"images": "uniform"}), "varied": (A2_BASE, {"images": "varied"})}
-cases |= {"blocks": (apart, {"images": "varied", "scope": "blocks"})}
+whole = apart.but(compile_scope="model")
+cases |= {"varied, places": (whole, {"images": "varied", "scope": "model"})}
+cases |= {"varied, places, blocks": (apart, {"images": "varied", "scope": "blocks"})}
 counted = {}
 for name, (recipe, tags) in cases.items():
     images = small["llava-lora" if tags["images"] == "uniform" else "llava-lora-varied"]
@@ -569,19 +577,34 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
-# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal. A batch, packed:
+# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal.
 #
-# ```python
-# batch = collate(leaves)
-# keep = batch["attention_mask"].bool()
-# lengths = keep.sum(1).tolist()
-# ids, labels = batch["input_ids"][keep][None], batch["labels"][keep][None]
-# position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
-# ```
-#
-# The model gets these, `pixel_values`, `image_sizes`, `use_cache=False` and no mask: transformers 5 then finds the boundaries
-# where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
-#
+# **A batch, packed for the real model.** It gets no mask: transformers 5 finds the boundaries where `position_ids` start anew.
+# Each example's first label must be −100, as it is: another text precedes it.
+
+# %%
+batch = collate(leaves)
+keep = batch["attention_mask"].bool()
+lengths = keep.sum(1).tolist()
+ids, labels = batch["input_ids"][keep][None], batch["labels"][keep][None]
+position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
+
+tiny_ones = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+tiny_ones |= {"num_attention_heads": 2}
+reads = MistralConfig(**tiny_ones, num_key_value_heads=2, vocab_size=len(processor.tokenizer) + 1)
+sees = CLIPVisionConfig(**tiny_ones, image_size=TILE, patch_size=14)
+grids = processor.image_processor.image_grid_pinpoints
+known = {"image_token_id": processor.image_token_id, "image_grid_pinpoints": grids}
+known |= {"vision_config": sees, "text_config": reads}
+llava = LlavaNextForConditionalGeneration(LlavaNextConfig(**known)).eval()
+images = {name: batch[name] for name in ("pixel_values", "image_sizes")}
+with torch.no_grad():
+    padded = llava(batch["input_ids"], attention_mask=batch["attention_mask"], **images).logits
+    packed = llava(ids, position_ids=position_ids, use_cache=False, **images).logits
+torch.testing.assert_close(packed[0], padded[keep])
+print(f"{tuple(ids.shape)}, packed: the logits of {tuple(batch['input_ids'].shape)}, padded")
+
+# %% [markdown]
 # **Optional: memory of the loss.** Logits are 32,064 numbers a token. Computed in chunks, and each chunk again in the backward
 # pass, they never exist all at once.
 

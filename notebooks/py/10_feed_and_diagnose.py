@@ -296,14 +296,14 @@ lab.predict("the memory map shortens the step by", my_map, "%")
 # %%
 several = min(4, max(2, usable_cores() // 2))
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=1)
-beside = loop.but(num_workers=several, persistent_workers=True, prefetch_factor=1)
+beside = loop.but(num_workers=1, persistent_workers=True, prefetch_factor=1)
 kept = {"PNG": files, "JPEG": by_form["JPEG"], "memory map": mapped.pixels}
 ways = {form: (loop, those, {"format": form}) for form, those in kept.items()}
 in_memory = {"format": "resized", "in_memory": True}
 ways["in memory"] = (loop, np.array(mapped.pixels), in_memory)
-for form in ["PNG"] if tiny else ["PNG", "memory map"]:
-    many = {"format": form, "workers": several}
-    ways[f"{form}, {several} workers"] = (beside, kept[form], many)
+for form, w in [("PNG", 1), ("PNG", several), ("memory map", several)][: 2 if tiny else 3]:
+    by = {"format": form, "workers": w}
+    ways[f"{form}, workers {w}"] = (beside.but(num_workers=w), kept[form], by)
 trained = lab.keep(trained_from(sd, ways, 2, rounds or None))
 
 # %%
@@ -318,7 +318,7 @@ lab.verdict("A4.data.gpu-decoding", "A4.data.cache")
 
 # %%
 with lab.attempt("the law's picture"):
-    waits, points = {}, {0: {}, several: {}}
+    waits, points = {}, {0: {}, 1: {}, several: {}}
     for name, (recipe, *_) in ways.items():
         run, form = trained[name], name.partition(",")[0]
         waits.setdefault(form, run.metric("data_ms"))  # r: the first is without workers
@@ -493,41 +493,45 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %%
 SCRIPT = """
-import sys, time
+import sys, time, numpy as np, torch
 from pathlib import Path
-import numpy as np, torch
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 class Pictures(Dataset):
-    files = sorted(Path("FOLDER").glob("*.png"))
+    files, pixels = sorted(Path("FOLDER").glob("*.png")), None
+    def __init__(self, mapped):
+        if mapped:
+            np.save("FOLDER/small.npy", np.stack([self.made(n) for n in range(len(self.files))]))
+            self.pixels = np.load("FOLDER/small.npy", mmap_mode="r")
+    def made(self, n):
+        return np.array(Image.open(self.files[n]).convert("RGB").resize((128, 128)))
     def __len__(self):
         return 4096
     def __getitem__(self, place):
-        image = Image.open(self.files[place % len(self.files)]).convert("RGB").resize((128, 128))
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
-
-def ms_a_step(workers=0, steps=18):
+        n = place % len(self.files)
+        one = self.made(n) if self.pixels is None else np.array(self.pixels[n])
+        return torch.from_numpy(one).permute(2, 0, 1) / 127.5 - 1
+def ms_a_step(data, workers):
+    steps = max(18, 6 * workers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.SiLU(), nn.Conv2d(32, 3, 3)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for step, images in zip(range(steps), DataLoader(Pictures(), 2, num_workers=workers)):
+    for step, images in zip(range(steps), DataLoader(data, 2, num_workers=workers)):
         if step == steps // 3:
             began = time.perf_counter()
         loss = model(images.to(device)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         loss.item()  # for the log
-    return 1e3 * (time.perf_counter() - began) / (steps - steps // 3)
-
+        ended = time.perf_counter()  # here, as workers take a while to end
+    return 1e3 * (ended - began) / (steps - steps // 3)
 if __name__ == "__main__":
-    for workers in map(int, sys.argv[1:] or ["0"]):
-        print(f"{ms_a_step(workers, max(18, 6 * workers)):.1f} ms a step")
+    for how in sys.argv[1:] or ["0"]:
+        ms = ms_a_step(Pictures(how == "map"), 0 if how == "map" else int(how))
+        print(f"{ms:.1f} ms a step")
 """
-script = folder / "train.py"
-script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
 
 # %% [markdown]
 # `labutils diagnose -- python train.py` runs it for some twenty steps, and times and traces some of them. It replays the traced
@@ -535,6 +539,8 @@ script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
 # formula: $r$ is the wait for data, $c$ the rest of the step.
 
 # %%
+script = folder / "train.py"
+script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)))
 watched = watch([sys.executable, str(script)], Stages(warmup=2, timed=6, profiled=2))
 diagnosis = diagnose(watched.evidence)
 print(report.text(diagnosis))
@@ -551,12 +557,13 @@ lab.predict("workers shorten the script's step by", my_script, "%")
 # %%
 fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
-turns = ["0", str(workers)] * (1 if tiny else 3)  # so that a slow moment is slow for both
+turns = ["0", str(workers), "map"] * (1 if tiny else 3)  # so that a slow moment is slow for all
 told = subprocess.check_output([sys.executable, str(script), *turns], text=True).splitlines()
 times, shares = [float(line.split()[0]) for line in told], []
-for plain, other in zip(times[::2], times[1::2], strict=True):
+for plain, other, by_map in zip(times[::3], times[1::3], times[2::3], strict=True):
     shares.append(1 - other / plain)
-    print(f"{plain:.1f} ms a step, with workers={workers} {other:.1f}: {other / plain - 1:+.0%}")
+    print(f"{plain:.1f} ms a step; workers={workers}: {other:.1f}, {other / plain - 1:+.0%};", end=" ")
+    print(f"from the map, without workers: {by_map:.1f}, {by_map / plain - 1:+.0%}")
 found = {"predicted": promised, "measured": median(shares)}
 lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix": "workers"}))
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
