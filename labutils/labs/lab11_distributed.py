@@ -150,8 +150,7 @@ def torchrun(
 
 # ------------------------------------------------------------------------------ what it comes to
 
-CHANGED = ("sync", "bucket_mb", "bucket_view", "rows", "same_batch", "again")
-PLAIN = dict.fromkeys(CHANGED, False)
+PLAIN = {"sync": False, "again": False}
 """Tags that a plain run doesn't have."""
 
 
@@ -195,13 +194,14 @@ def truths(runs: Iterable[Run]) -> dict[str, float | None]:
     one, two = (known.one(**lora, strategy=by) for by in ("one process", "ddp"))
     efficiency = ddp_model.efficiency(one, two) if one and two else None
     peak = metric("peak_allocated_gb", **full, strategy="fsdp")
-    exposed = metric("exposed_communication_share", **full, strategy="ddp")
+    ways = ("each for itself", "one number a step")
+    alone, coupled = (metric("step_ms", experiment="taken apart", way=way) for way in ways)
     usual = metric("largest_ms", settings="NCCL_DEBUG=INFO")
     forbidden = metric("largest_ms", settings="NCCL_P2P_DISABLE=1")
     return {
         "bus bandwidth of a large all-reduce": metric("bus_gb_per_s", experiment="all-reduce"),
         "efficiency of DDP for LoRA": efficiency and 100 * efficiency,
-        "exposed communication, all weights": exposed and 100 * exposed,
+        "one number a step adds": coupled and coupled - alone,
         "FSDP's peak memory, all weights of the UNet": peak,
         "64 MiB without P2P, slower by": forbidden / usual if usual and forbidden else None,
     }

@@ -37,11 +37,12 @@ from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import distributed
-from labutils.training.benchmark import AGAIN, ROUND_MS, ROUNDS, Candidate, empty_run
+from labutils.training.benchmark import AGAIN, ROUND_MS, Candidate, empty_run
 from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 
 RUNS = "runs.jsonl"
+ROUNDS = {"tiny": 2, "small": 5, "full": 5}
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ from labutils.labs import lab11_distributed
 from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import Link, read_topology
 from labutils.recipe import Unavailable
-from labutils.results.records import Run, Runs
+from labutils.results.records import Run, Runs, summarise
 
 plots.use_style()
 
@@ -286,7 +286,143 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # measure it, on a steady machine.
 
 # %% [markdown]
-# ## 3 · Send once, hold a share
+# ## 3 · Take DDP apart
+#
+# **Question.** DDP takes longer than *each for itself*. Does the time go into waiting for the other rank, into messages, or into
+# copies?
+#
+# **Technique.** Change one thing at a time, in your own script. It trains all weights of the UNet.
+
+
+# %%
+def unet_step(device):
+    """The UNet, and a function that makes an optimizer step with it or with what wraps it."""
+    from diffusers import UNet2DConditionModel
+
+    full = os.environ["SCALE"] == "full"
+    thin = {} if full else {"block_out_channels": (32, 32, 64, 64), "attention_head_dim": 4}
+    side, images = (64, 8) if full else (16, 2)
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(sample_size=side, cross_attention_dim=768, **thin).to(device)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5, fused=True)
+    noisy, noise = torch.randn(2, images, 4, side, side, device=device)
+    times = torch.arange(images, device=device)
+    texts = torch.randn(images, 77, 768, device=device)
+
+    def step(network):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            guess = network(noisy, times, texts).sample
+        nn.functional.mse_loss(guess.float(), noise).backward()
+        optimizer.step()
+
+    return unet, step
+
+
+# %% [markdown]
+# *One number a step* sends next to nothing, but nobody begins a step before the slowest has ended the last. *Bucket views* are
+# `gradient_as_bucket_view=True`: gradients lie in the buckets, so nothing is copied.
+
+
+# %%
+def ways_to_step(device):
+    """How the ranks train together -> a function that makes a step."""
+    unet, step = unet_step(device)
+    number = torch.zeros(1, device=device)
+    ddp, viewed = (
+        DistributedDataParallel(unet, gradient_as_bucket_view=view) for view in (False, True)
+    )
+    return {
+        "each for itself": lambda: step(unet),
+        "one number a step": lambda: (step(unet), dist.all_reduce(number)),
+        "DDP": lambda: step(ddp),
+        "DDP, bucket views": lambda: step(viewed),
+        "each for itself, again": lambda: step(unet),
+    }
+
+
+# %%
+def in_rounds(ways, device):
+    """Way -> (milliseconds of a step in each round, GB at most), both of the worse rank."""
+    nothing = lambda: None
+    synchronize = torch.cuda.synchronize if device == "cuda" else nothing
+    forget_peak = torch.cuda.reset_peak_memory_stats if device == "cuda" else nothing
+    rounds, steps = (5, 8) if device == "cuda" else (1, 1)
+    found = {way: ([], []) for way in ways}
+    for turn in range(rounds + 1):  # the first warms up
+        for way in list(ways)[:: -1 if turn % 2 else 1]:
+            synchronize(), forget_peak()
+            began = time.perf_counter()
+            for _ in range(steps):
+                ways[way]()
+            synchronize()
+            ms = 1e3 * (time.perf_counter() - began) / steps
+            worse = torch.tensor([ms, torch.cuda.max_memory_allocated() / 1e9], device=device)
+            dist.all_reduce(worse, dist.ReduceOp.MAX)
+            if turn:
+                found[way][0].append(worse[0].item()), found[way][1].append(worse[1].item())
+    return found
+
+
+# %%
+def kernels(ways, device):
+    """Way -> for each rank, NCCL or not -> milliseconds of each kernel of 3 steps, in order."""
+    found = {}
+    for way, step in ways.items() if device == "cuda" else ():
+        step(), step()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            step(), step(), step(), torch.cuda.synchronize()
+        mine = {True: [], False: []}
+        for event in sorted(trace.events(), key=lambda event: event.time_range.start):
+            if not event.name.startswith("nccl:"):  # a remark, and no kernel
+                mine["nccl" in event.name].append(event.time_range.elapsed_us() / 1e3)
+        found[way] = [None] * dist.get_world_size()
+        dist.all_gather_object(found[way], mine)
+    return found
+
+
+def taken_apart(device):
+    ways = ways_to_step(device)
+    return in_rounds(ways, device), kernels(ways, device)
+
+
+# %% [markdown]
+# The messages come in the same order on all ranks, and each rank's kernel runs until the message is through. Who comes last only
+# sends. So of a message's two times in the trace the shorter is *sending*. The rest of the longer is *waiting*.
+#
+# **Prediction.** How many milliseconds does *one number a step* add to *each for itself*?
+
+# %%
+my_waiting: float | None = None  # for example 1
+
+lab.predict("one number a step adds", my_waiting, "ms")
+
+# %%
+parts: list[Run] = []
+with lab.attempt("DDP taken apart", experiment="taken apart"):
+    os.environ["SCALE"] = lab.scale
+    written = [join, unet_step, ways_to_step, in_rounds, kernels]
+    ((apart, kernels_of),) = torchrun(written, [taken_apart])
+    for way, (step_ms, peak_gb) in apart.items():
+        metrics = {"step_ms": summarise(step_ms), "peak_allocated_gb": max(peak_gb)}
+        for rank, kernel in enumerate(kernels_of.get(way, ())):
+            metrics[f"computing_ms_{rank}"] = sum(kernel[False]) / 3
+            metrics[f"nccl_ms_{rank}"] = sum(kernel[True]) / 3
+        if way in kernels_of:
+            sent = zip(*(kernel[True] for kernel in kernels_of[way]), strict=True)
+            metrics["sending_ms"] = sum(min(times) for times in sent) / 3
+        tags = {"experiment": "taken apart", "way": way}
+        parts.append(Run("11", way, tags=tags, metrics=metrics, samples={"step_ms": step_ms}))
+    lab.keep(parts)
+
+# %%
+columns = {"way": "way", "step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
+columns |= {"computing_ms_0": "computing, ms", "nccl_ms_0": "NCCL on rank 0, ms"}
+columns |= {"nccl_ms_1": "on rank 1, ms", "sending_ms": "sending, ms"}
+lab.show(parts, columns, experiment="taken apart")
+
+# %% [markdown]
+# ## 4 · Send once, hold a share
 #
 # **Question.** DDP sends all gradients in each micro-batch's backward pass, and holds the whole model on each GPU. What is gained
 # by sending once a step, and by holding $1/N$?
@@ -372,8 +508,7 @@ lab.predict("FSDP's peak memory, all weights of the UNet", my_peak, "GB")
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
 columns |= {"step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
-tried = {"workload": "sd15-lora", "strategy": ("ddp", "fsdp"), "same_batch": False, "rows": False}
-tried |= {"bucket_mb": False, "bucket_view": False}
+tried = {"workload": "sd15-lora", "strategy": ("ddp", "fsdp")}
 lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
@@ -387,13 +522,6 @@ lab.verdict("A4.memory.fsdp")
 # **What does a trace show?** NCCL's kernel also runs while it waits for the other rank. *NCCL alone* is all time in which that
 # kernel runs and nothing computes: sending, waiting and the profiler's delay together. It is neither section 2's *exposed* nor
 # DDP's cost. The next cell calls it *exposed*, too.
-#
-# **Prediction.** All weights of the UNet are trained with DDP. In how many percent of the traced steps' time is NCCL alone?
-
-# %%
-my_exposed: float | None = None  # for example 5
-
-lab.predict("exposed communication, all weights", my_exposed, "%")
 
 # %%
 traced = {
@@ -419,7 +547,7 @@ plt.show()
 # saved 45 % of the peak with all weights, 4 % with LoRA. Its cost in time is open here: take it when memory is what you lack.
 
 # %% [markdown]
-# ## 4 · Which network is too slow?
+# ## 5 · Which network is too slow?
 #
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
@@ -470,7 +598,7 @@ plt.show()
 # **Takeaway.** Compute the bound before you rent. Clearly below 1/N, the network is excluded. Above, nothing is promised.
 
 # %% [markdown]
-# ## 5 · NCCL's variables, and the Docker command
+# ## 6 · NCCL's variables, and the Docker command
 #
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
@@ -530,7 +658,7 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # **Takeaway.** Forbid a transport only where it is broken.
 
 # %% [markdown]
-# ## 6 · A rank dies
+# ## 7 · A rank dies
 #
 # **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
