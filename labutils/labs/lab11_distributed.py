@@ -76,9 +76,8 @@ def plan(opened: Mapping[str, str], ranks: int, steps: int) -> list[Task]:
             asdict(Timed(f"{name}, {trained}: {what}", who, recipe.but(**but).as_dict(), tags | of))
             for what, (who, but, of) in ways.items()
         ]
-        traced = 2 if ways is by and scale != "tiny" else 0
         task = Task("train", f"{name}, {trained}", {"name": name, **opened}, timed=timed)
-        tasks.append(replace(task, steps=steps, warmup=1 if scale == "tiny" else 2, traced=traced))
+        tasks.append(replace(task, steps=steps, warmup=1 if scale == "tiny" else 2))
     return tasks
 
 

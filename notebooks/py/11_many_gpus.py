@@ -320,8 +320,9 @@ def unet_step(device):
 
 
 # %% [markdown]
-# *One number a step* sends next to nothing, but nobody begins a step before the slowest has ended the last. *Bucket views* are
-# `gradient_as_bucket_view=True`: gradients lie in the buckets, so nothing is copied.
+# *One number a step* sends next to nothing, but nobody begins a step before the slowest has ended the last. With *bucket views*
+# gradients lie in the buckets, so nothing is copied. *One bucket* is full with the last gradient: nothing is sent while
+# `backward()` computes.
 
 
 # %%
@@ -329,14 +330,15 @@ def ways_to_step(device):
     """How the ranks train together -> a function that makes a step."""
     unet, step = unet_step(device)
     number = torch.zeros(1, device=device)
-    ddp, viewed = (
-        DistributedDataParallel(unet, gradient_as_bucket_view=view) for view in (False, True)
-    )
+    ddp = DistributedDataParallel(unet)
+    views = DistributedDataParallel(unet, gradient_as_bucket_view=True)
+    one = DistributedDataParallel(unet, gradient_as_bucket_view=True, bucket_cap_mb=10_000)
     return {
         "each for itself": lambda: step(unet),
         "one number a step": lambda: (step(unet), dist.all_reduce(number)),
         "DDP": lambda: step(ddp),
-        "DDP, bucket views": lambda: step(viewed),
+        "DDP, bucket views": lambda: step(views),
+        "DDP, views, one bucket": lambda: step(one),
         "each for itself, again": lambda: step(unet),
     }
 
@@ -347,7 +349,7 @@ def in_rounds(ways, device):
     nothing = lambda: None
     synchronize = torch.cuda.synchronize if device == "cuda" else nothing
     forget_peak = torch.cuda.reset_peak_memory_stats if device == "cuda" else nothing
-    rounds, steps = (5, 8) if device == "cuda" else (1, 1)
+    rounds, steps = (5, 5) if device == "cuda" else (1, 1)
     found = {way: ([], []) for way in ways}
     for turn in range(rounds + 1):  # the first warms up
         for way in list(ways)[:: -1 if turn % 2 else 1]:
@@ -365,25 +367,24 @@ def in_rounds(ways, device):
 
 
 # %%
-def kernels(ways, device):
-    """Way -> for each rank, NCCL or not -> milliseconds of each kernel of 3 steps, in order."""
-    found = {}
-    for way, step in ways.items() if device == "cuda" else ():
-        step(), step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            step(), step(), step(), torch.cuda.synchronize()
-        mine = {True: [], False: []}
-        for event in sorted(trace.events(), key=lambda event: event.time_range.start):
-            if not event.name.startswith("nccl:"):  # a remark, and no kernel
-                mine["nccl" in event.name].append(event.time_range.elapsed_us() / 1e3)
-        found[way] = [None] * dist.get_world_size()
-        dist.all_gather_object(found[way], mine)
-    return found
+def kernels(step):
+    """Of each rank, NCCL or not -> milliseconds of each GPU kernel of 3 steps, in order."""
+    step(), step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        step(), step(), step(), torch.cuda.synchronize()
+    mine = {True: [], False: []}
+    for event in sorted(trace.events(), key=lambda event: event.time_range.start):
+        if event.device_type == torch.autograd.DeviceType.CUDA and "nccl:" not in event.name:
+            mine["nccl" in event.name].append(event.time_range.elapsed_us() / 1e3)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return of_ranks
 
 
 def taken_apart(device):
     ways = ways_to_step(device)
-    return in_rounds(ways, device), kernels(ways, device)
+    traced = ("each for itself", "DDP", "DDP, views, one bucket") if device == "cuda" else ()
+    return in_rounds(ways, device), {way: kernels(ways[way]) for way in traced}
 
 
 # %% [markdown]
@@ -405,21 +406,31 @@ with lab.attempt("DDP taken apart", experiment="taken apart"):
     ((apart, kernels_of),) = torchrun(written, [taken_apart])
     for way, (step_ms, peak_gb) in apart.items():
         metrics = {"step_ms": summarise(step_ms), "peak_allocated_gb": max(peak_gb)}
-        for rank, kernel in enumerate(kernels_of.get(way, ())):
-            metrics[f"computing_ms_{rank}"] = sum(kernel[False]) / 3
-            metrics[f"nccl_ms_{rank}"] = sum(kernel[True]) / 3
         if way in kernels_of:
             sent = zip(*(kernel[True] for kernel in kernels_of[way]), strict=True)
-            metrics["sending_ms"] = sum(min(times) for times in sent) / 3
+            metrics["sending_ms"] = sum(min(message) for message in sent) / 3
+            for rank, kernel in enumerate(kernels_of[way]):
+                metrics[f"nccl_ms_{rank}"] = sum(kernel[True]) / 3
+                metrics[f"computing_ms_{rank}"] = sum(kernel[False]) / 3
         tags = {"experiment": "taken apart", "way": way}
         parts.append(Run("11", way, tags=tags, metrics=metrics, samples={"step_ms": step_ms}))
     lab.keep(parts)
 
 # %%
 columns = {"way": "way", "step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
-columns |= {"computing_ms_0": "computing, ms", "nccl_ms_0": "NCCL on rank 0, ms"}
-columns |= {"nccl_ms_1": "on rank 1, ms", "sending_ms": "sending, ms"}
-lab.show(parts, columns, experiment="taken apart")
+columns |= {"computing_ms_0": "computing on rank 0, ms", "computing_ms_1": "on rank 1, ms"}
+columns |= {"nccl_ms_0": "NCCL on rank 0, ms", "nccl_ms_1": "on rank 1, ms "}
+lab.show(parts, columns | {"sending_ms": "sending, ms"}, experiment="taken apart")
+
+# %%
+drawn = Runs(parts) if lab.scale != "tiny" else lab.references(experiment="taken apart")
+fig, ax = plt.subplots(figsize=(7.2, 2.6))
+for place, part in enumerate(drawn):
+    ax.plot(part.samples["step_ms"], [place] * len(part.samples["step_ms"]), "o", alpha=0.6)
+ax.set_yticks(range(len(drawn)), [part.tags["way"] for part in drawn])
+ax.invert_yaxis()
+ax.set_xlabel("ms of a step, a dot a round")
+plt.show()
 
 # %% [markdown]
 # ## 4 · Send once, hold a share
@@ -523,26 +534,7 @@ lab.verdict("A4.memory.fsdp")
 # kernel runs and nothing computes: sending, waiting and the profiler's delay together. It is neither section 2's *exposed* nor
 # DDP's cost. The next cell calls it *exposed*, too.
 
-# %%
-traced = {
-    f"{strategy}, {trained}": (run.samples["computing_ms"], run.samples["communicating_ms"])
-    for trained in ("lora", "full")
-    for strategy in ("ddp", "fsdp")
-    if (run := shown.one(**unet, trained=trained, strategy=strategy))
-}
-fig, ax = plt.subplots()
-plots.beside(ax, traced)
-ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gpu']}")
-plt.show()
-
 # %% [markdown]
-# The figure has one step of each. Compare patterns, not lengths: the profiler slows each row differently.
-#
-# - *ddp*: over all traced steps NCCL is alone for 34 % of the time with all weights, for 1 % with LoRA. In the step shown most of
-#   it comes before the first gradient; the trace doesn't say why. In the backward pass NCCL's kernels run far longer than the 12
-#   ms that sending takes. So never read a trace's NCCL time as network time.
-# - *fsdp*: it communicates through most of the step, to gather weights and to reduce-scatter gradients.
-#
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
 # saved 45 % of the peak with all weights, 4 % with LoRA. Its cost in time is open here: take it when memory is what you lack.
 
