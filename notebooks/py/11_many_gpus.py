@@ -425,8 +425,8 @@ lab.show(parts, columns | {"sending_ms": "sending, ms"}, experiment="taken apart
 # %%
 drawn = Runs(parts) if lab.scale != "tiny" else lab.references(experiment="taken apart")
 fig, ax = plt.subplots(figsize=(7.2, 2.6))
-for place, part in enumerate(drawn):
-    ax.plot(part.samples["step_ms"], [place] * len(part.samples["step_ms"]), "o", alpha=0.6)
+for row, part in enumerate(drawn):
+    ax.plot(part.samples["step_ms"], [row] * len(part.samples["step_ms"]), "o", alpha=0.6)
 ax.set_yticks(range(len(drawn)), [part.tags["way"] for part in drawn])
 ax.invert_yaxis()
 ax.set_xlabel("ms of a step, a dot a round")
