@@ -301,19 +301,18 @@ def unet_step(device):
 
     full = os.environ["SCALE"] == "full"
     thin = {} if full else {"block_out_channels": (32, 32, 64, 64), "attention_head_dim": 4}
-    side, images = (64, 8) if full else (16, 2)
+    side = 64 if full else 16
     torch.manual_seed(0)
     unet = UNet2DConditionModel(sample_size=side, cross_attention_dim=768, **thin).to(device)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5, fused=True)
-    noisy, noise = torch.randn(2, images, 4, side, side, device=device)
-    times = torch.arange(images, device=device)
-    texts = torch.randn(images, 77, 768, device=device)
+    noisy, noise = torch.randn(2, 16, 4, side, side, device=device)
+    times, texts = torch.arange(16, device=device), torch.randn(16, 77, 768, device=device)
 
-    def step(network):
+    def step(network, images):
         optimizer.zero_grad()
         with torch.autocast(device, torch.bfloat16):
-            guess = network(noisy, times, texts).sample
-        nn.functional.mse_loss(guess.float(), noise).backward()
+            guess = network(noisy[:images], times[:images], texts[:images]).sample
+        nn.functional.mse_loss(guess.float(), noise[:images]).backward()
         optimizer.step()
 
     return unet, step
@@ -327,51 +326,47 @@ def unet_step(device):
 
 # %%
 def ways_to_step(device):
-    """How the ranks train together -> a function that makes a step."""
+    """How the ranks train together -> a function that makes a step with so many images."""
     unet, step = unet_step(device)
     number = torch.zeros(1, device=device)
     ddp = DistributedDataParallel(unet)
     views = DistributedDataParallel(unet, gradient_as_bucket_view=True)
     one = DistributedDataParallel(unet, gradient_as_bucket_view=True, bucket_cap_mb=10_000)
     return {
-        "each for itself": lambda: step(unet),
-        "one number a step": lambda: (step(unet), dist.all_reduce(number)),
-        "DDP": lambda: step(ddp),
-        "DDP, bucket views": lambda: step(views),
-        "DDP, views, one bucket": lambda: step(one),
-        "each for itself, again": lambda: step(unet),
+        "each for itself": lambda images: step(unet, images),
+        "one number a step": lambda images: (step(unet, images), dist.all_reduce(number)),
+        "DDP": lambda images: step(ddp, images),
+        "DDP, bucket views": lambda images: step(views, images),
+        "DDP, views, one bucket": lambda images: step(one, images),
+        "each for itself, again": lambda images: step(unet, images),
     }
 
 
 # %%
 def in_rounds(ways, device):
-    """Way -> (milliseconds of a step in each round, GB at most), both of the worse rank."""
-    nothing = lambda: None
-    synchronize = torch.cuda.synchronize if device == "cuda" else nothing
-    forget_peak = torch.cuda.reset_peak_memory_stats if device == "cuda" else nothing
-    rounds, steps = (5, 5) if device == "cuda" else (1, 1)
-    found = {way: ([], []) for way in ways}
+    """(Way, images) -> milliseconds of a step in each round, of the slower rank."""
+    rounds, steps, sizes = (5, 3, (8, 16)) if device == "cuda" else (1, 1, (1, 2))
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    found = {(way, images): [] for images in sizes for way in ways}
     for turn in range(rounds + 1):  # the first warms up
-        for way in list(ways)[:: -1 if turn % 2 else 1]:
-            synchronize(), forget_peak()
+        for way, images in list(found)[:: -1 if turn % 2 else 1]:
+            synchronize()
             began = time.perf_counter()
             for _ in range(steps):
-                ways[way]()
+                ways[way](images)
             synchronize()
-            ms = 1e3 * (time.perf_counter() - began) / steps
-            worse = torch.tensor([ms, torch.cuda.max_memory_allocated() / 1e9], device=device)
-            dist.all_reduce(worse, dist.ReduceOp.MAX)
-            if turn:
-                found[way][0].append(worse[0].item()), found[way][1].append(worse[1].item())
+            ms = torch.tensor(1e3 * (time.perf_counter() - began) / steps, device=device)
+            dist.all_reduce(ms, dist.ReduceOp.MAX)
+            found[way, images] += [ms.item()] if turn else []
     return found
 
 
 # %%
-def kernels(step):
+def kernels(step, images):
     """Of each rank, NCCL or not -> milliseconds of each GPU kernel of 3 steps, in order."""
-    step(), step()
+    step(images), step(images)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        step(), step(), step(), torch.cuda.synchronize()
+        step(images), step(images), step(images), torch.cuda.synchronize()
     mine = {True: [], False: []}
     for event in sorted(trace.events(), key=lambda event: event.time_range.start):
         if event.device_type == torch.autograd.DeviceType.CUDA and "nccl:" not in event.name:
@@ -382,9 +377,11 @@ def kernels(step):
 
 
 def taken_apart(device):
-    ways = ways_to_step(device)
-    traced = ("each for itself", "DDP", "DDP, views, one bucket") if device == "cuda" else ()
-    return in_rounds(ways, device), {way: kernels(ways[way]) for way in traced}
+    ways, found = ways_to_step(device), {}
+    for way in ("each for itself", "DDP") if device == "cuda" else ():
+        for images in (8, 16):
+            found[way, images] = kernels(ways[way], images)
+    return in_rounds(ways, device), found
 
 
 # %% [markdown]
@@ -403,33 +400,36 @@ parts: list[Run] = []
 with lab.attempt("DDP taken apart", experiment="taken apart"):
     os.environ["SCALE"] = lab.scale
     written = [join, unet_step, ways_to_step, in_rounds, kernels]
-    ((apart, kernels_of),) = torchrun(written, [taken_apart])
-    for way, (step_ms, peak_gb) in apart.items():
-        metrics = {"step_ms": summarise(step_ms), "peak_allocated_gb": max(peak_gb)}
-        if way in kernels_of:
-            sent = zip(*(kernel[True] for kernel in kernels_of[way]), strict=True)
+    ((rounds_of, kernels_of),) = torchrun(written, [taken_apart])
+    for (way, images), step_ms in rounds_of.items():
+        metrics = {"step_ms": summarise(step_ms)}
+        for rank, kernel in enumerate(kernels_of.get((way, images), ())):
+            metrics[f"nccl_ms_{rank}"] = sum(kernel[True]) / 3
+            metrics[f"computing_ms_{rank}"] = sum(kernel[False]) / 3
+        if (way, images) in kernels_of:
+            sent = zip(*(kernel[True] for kernel in kernels_of[way, images]), strict=True)
             metrics["sending_ms"] = sum(min(message) for message in sent) / 3
-            for rank, kernel in enumerate(kernels_of[way]):
-                metrics[f"nccl_ms_{rank}"] = sum(kernel[True]) / 3
-                metrics[f"computing_ms_{rank}"] = sum(kernel[False]) / 3
-        tags = {"experiment": "taken apart", "way": way}
-        parts.append(Run("11", way, tags=tags, metrics=metrics, samples={"step_ms": step_ms}))
+        tags = {"experiment": "taken apart", "way": way, "images": images}
+        samples = {"step_ms": step_ms}
+        parts.append(Run("11", f"{way}, {images}", tags=tags, metrics=metrics, samples=samples))
     lab.keep(parts)
 
 # %%
-columns = {"way": "way", "step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
+columns = {"images": "images", "way": "way", "step_ms": "step, ms"}
 columns |= {"computing_ms_0": "computing on rank 0, ms", "computing_ms_1": "on rank 1, ms"}
 columns |= {"nccl_ms_0": "NCCL on rank 0, ms", "nccl_ms_1": "on rank 1, ms "}
 lab.show(parts, columns | {"sending_ms": "sending, ms"}, experiment="taken apart")
 
 # %%
 drawn = Runs(parts) if lab.scale != "tiny" else lab.references(experiment="taken apart")
-fig, ax = plt.subplots(figsize=(7.2, 2.6))
-for row, part in enumerate(drawn):
-    ax.plot(part.samples["step_ms"], [row] * len(part.samples["step_ms"]), "o", alpha=0.6)
-ax.set_yticks(range(len(drawn)), [part.tags["way"] for part in drawn])
+fig, ax = plt.subplots(figsize=(7.2, 2.8))
+names = list(dict.fromkeys(part.tags["way"] for part in drawn))
+for part in drawn:
+    row, step_ms = names.index(part.tags["way"]), part.samples["step_ms"]
+    ax.plot(step_ms, [row] * len(step_ms), "o" if part.tags["images"] == 8 else "s", alpha=0.6)
+ax.set_yticks(range(len(names)), names)
 ax.invert_yaxis()
-ax.set_xlabel("ms of a step, a dot a round")
+ax.set_xlabel("ms of a step, a mark a round: circles with 8 images, squares with 16")
 plt.show()
 
 # %% [markdown]
@@ -507,8 +507,7 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # hence one message of 4.20 MB. DDP decides in the forward pass whether to send, so `no_sync` encloses it, too.
 #
 # **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. FSDP, without buckets, holds $16/N$. With `gradient_as_bucket_view=True` DDP's gradients lie in the
-# buckets; on our H200s that didn't lower the peak. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB.
+# Adam's two averages. FSDP, without buckets, holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB.
 # What is FSDP's on two?
 
 # %%
