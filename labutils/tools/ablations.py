@@ -56,8 +56,8 @@ def ablations(
     """Diagnose `start` on `workload`, then measure the fixes named in `only` against it, all side
     by side with it, each with a model and its activations.
 
-    The run's metrics: `each` fix's row, see `_row`. Raises `RuntimeError` where the start can't be
-    trained.
+    The run's metrics: `each` fix's row, see `_row`; of the start's step `data_ms`, the wait for
+    data, and `computing_ms`, the rest. Raises `RuntimeError` where the start can't be trained.
     """
     with Benchmark(workload, same_batches=workload.steps_vary) as bench:
         run = bench.compare({START: start}, max(steps, TRACED), rounds=1)[START]
@@ -81,7 +81,10 @@ def ablations(
     for fix in predicted_later(asked, later):
         pair = (runs[START], runs[fix.name]) if fix.name in recipes else None
         each[fix.name] = _row(fix, pair, why.get(fix.name, ""))
-    return Run("", "", metrics={"each": each})
+    base = runs.get(START, run)
+    waited = base.metric("data_ms") or 0.0
+    parts = {"data_ms": waited, "computing_ms": (base.metric("step_ms") or 0.0) - waited}
+    return Run("", "", metrics=parts | {"each": each})
 
 
 def predicted_later(asked: Iterable[Fix], later: Iterable[Fix]) -> list[Fix]:
