@@ -254,7 +254,7 @@ known = shown = lab.references()  # our H100s' record, for pictures where there 
 with lab.attempt("Training on several ranks", experiment="all-reduce"):
     lab11_distributed.measured(lab, device, count, steps, into=runs)
     known = Runs(runs)
-    shown = shown if lab.scale == "tiny" else known  # at tiny nothing is traced
+    shown = shown if lab.scale == "tiny" else known  # at tiny a CPU trains
 
 # %%
 unet = lab11_distributed.PLAIN | {"workload": "sd15-lora"}
@@ -363,14 +363,15 @@ def in_rounds(ways, device):
 
 # %%
 def kernels(step, images):
-    """Of each rank, NCCL or not -> milliseconds of each GPU kernel of 3 steps, in order."""
+    """Of each rank: "nccl", "computing" -> ms of each such GPU kernel of 3 steps, in order."""
     step(images), step(images)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         step(images), step(images), step(images), torch.cuda.synchronize()
-    mine = {True: [], False: []}
+    mine = {"nccl": [], "computing": []}
     for event in sorted(trace.events(), key=lambda event: event.time_range.start):
         if event.device_type == torch.autograd.DeviceType.CUDA and "nccl:" not in event.name:
-            mine["nccl" in event.name].append(event.time_range.elapsed_us() / 1e3)
+            kind = "nccl" if "nccl" in event.name else "computing"
+            mine[kind].append(event.time_range.elapsed_us() / 1e3)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, mine)
     return of_ranks
@@ -404,10 +405,9 @@ with lab.attempt("DDP taken apart", experiment="taken apart"):
     for (way, images), step_ms in rounds_of.items():
         metrics = {"step_ms": summarise(step_ms)}
         for rank, kernel in enumerate(kernels_of.get((way, images), ())):
-            metrics[f"nccl_ms_{rank}"] = sum(kernel[True]) / 3
-            metrics[f"computing_ms_{rank}"] = sum(kernel[False]) / 3
+            metrics |= {f"{kind}_ms_{rank}": sum(ms) / 3 for kind, ms in kernel.items()}
         if (way, images) in kernels_of:
-            sent = zip(*(kernel[True] for kernel in kernels_of[way, images]), strict=True)
+            sent = zip(*(kernel["nccl"] for kernel in kernels_of[way, images]), strict=True)
             metrics["sending_ms"] = sum(min(message) for message in sent) / 3
         tags = {"experiment": "taken apart", "way": way, "images": images}
         samples = {"step_ms": step_ms}
