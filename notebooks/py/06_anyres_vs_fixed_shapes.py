@@ -422,7 +422,8 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Only the tracer, Dynamo, runs, on the smallest model. *blocks* has varied images, places from the collator, and compiled blocks.
+# Only the tracer, Dynamo, runs, on the smallest model. *places* come from the collator; only in the last case are blocks compiled
+# one by one.
 
 # %%
 small = {
@@ -447,8 +448,10 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 # have one size, so there they didn't. *uniform*'s 8 in step 2 come from an answer that is a token longer: with text padded, only
 # step 1's 3 stay (not shown). In your script `TORCH_LOGS=recompiles` prints each, with the guard that failed.
 #
-# **Takeaway.** On varied images with places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of
-# the two did it is open.
+# With places from the collator, nothing is compiled from step 3 on, whether the model is compiled as a whole or by blocks. So the
+# places do it.
+#
+# **Takeaway.** Have the collator compute where image tokens go. Then one compiled model takes any image.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
