@@ -42,7 +42,7 @@ scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article'
 weights: str = "random"  # random: exact architecture, random weights; hub: the real ones
 data: str = "generated"  # generated files like the real ones; hub: the real dataset
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
-rounds: int = 0  # times round the forms of section 3; 0: 2 at tiny, 5 at larger scales
+rounds: int = 0  # times round the forms of section 3; 0: 2 at tiny, 8 at larger scales
 
 # %%
 from labutils.course.lab import open_lab
@@ -317,7 +317,7 @@ ways["in memory"] = (loop, np.array(mapped.pixels), in_memory)
 for form, w in [("PNG", 1), ("PNG", several), ("memory map", several)][: 2 if tiny else 3]:
     by = {"format": form, "workers": w}
     ways[f"{form}, workers {w}"] = (beside.but(num_workers=w), kept[form], by)
-trained = lab.keep(trained_from(sd, ways, 2, rounds or (2 if tiny else 5)))
+trained = lab.keep(trained_from(sd, ways, 2, rounds or None))
 
 # %%
 columns = {
