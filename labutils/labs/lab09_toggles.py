@@ -8,7 +8,9 @@ errors = numerical_effects(workload)      gradients against float32's, on one ba
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -68,6 +70,9 @@ guessed, for as long as the process lives. Under the same permission this switch
 "base" was."""
 
 
+TRACED = ("base", "accumulation", "checkpointing")
+
+
 def switches(scale: str) -> dict[str, Recipe]:
     """Name -> recipe of "float32" and every switch: plain loops on latents and text embeddings that
     are there already, so that no data path is in the times; no TF32."""
@@ -87,8 +92,9 @@ def flipped(workload: Workload, rounds: int | None = None) -> dict[str, Run]:
     many were `tried`, how many don't surely shorten it (`left_alone`), and on a steady machine how
     many surely `lengthen` it.
 
-    On a GPU the peak is the allocator's, on a CPU one step of tensors is recorded. A switch that
-    the device can't tell from one above it is left out.
+    On a GPU the peak is the allocator's, and some are traced afterwards: how busy are they? On a
+    CPU one step of tensors is recorded. A switch that the device can't tell from one above it is
+    left out.
     """
     here = distinct_on(workload.device.type, switches(workload.scale))
     tags = {name: {"experiment": "toggles", "toggle": name} for name in here}
@@ -97,6 +103,10 @@ def flipped(workload: Workload, rounds: int | None = None) -> dict[str, Run]:
         for name, candidate in bench.candidates.items():
             peak = runs[name].metric("peak_allocated_gb")
             runs[name].metrics["peak_gb"] = peak or peak_gb(candidate.trainer)
+        if workload.device.type == "cuda":
+            with tempfile.TemporaryDirectory(prefix="labutils-") as folder:
+                for name in TRACED:
+                    bench.trace_into(runs[name], Path(folder), 2)
     effects = [one for name, one in effects_of(runs.values()).items() if one and name != AGAIN]
     left = {"tried": len(effects), "left_alone": sum(one.direction >= 0 for one in effects)}
     if not any(one.unsteady for one in effects):
@@ -129,11 +139,12 @@ def switch_table(runs: Iterable[Run]) -> pd.DataFrame:
         name = AGAIN if run.tags.get("again") else run.tags["toggle"]
         row = {"switch": name, "peak, GB": run.metric("peak_gb")}
         row |= {"step, ms": run.metric("step_ms"), "floor, ms": run.metric("floor_ms")}
+        row["GPU-busy"] = run.metric("gpu_busy")
         if found := effects.get(name):
             row["against"] = SWITCHES[name].base if name in SWITCHES else "base"
             row["time"] = found.text() + ", unsteady machine" * found.unsteady
         rows.append(row)
-    columns = ["switch", "step, ms", "floor, ms", "against", "time", "peak, GB"]
+    columns = ["switch", "step, ms", "floor, ms", "GPU-busy", "against", "time", "peak, GB"]
     return pd.DataFrame(rows, columns=columns)
 
 
