@@ -260,7 +260,7 @@ lab.keep(Run("07", "weights", metrics={"linear_share": (4 + bits["bits_doubled"]
 lab.verdict("A3.nf4.better", "A3.double.bits", "A3.qlora.weights")
 
 # %% [markdown]
-# NF4's error is 14.6 % smaller: its levels are dense where weights are many. A part of that is its sixteenth level.
+# NF4's error is 14.6 % smaller: its levels are dense where weights are many. A part of that is its sixteenth level: INT4 has 15.
 #
 # The article calls NF4 optimal in the sense of information theory: all codes equally frequent, with 4 bits each. They carry 3.88.
 # A block's largest weight gets an end level, which stretches the levels.
@@ -458,8 +458,8 @@ host_s = seconds(lambda: frozen(x), 200)[1] - seconds(lambda: plain(x), 200)[1]
 print(f"the host takes {1e6 * host_s:.0f} us more to hand over a 4-bit layer")
 
 # %% [markdown]
-# *Packed* rows have 4,096 tokens, nearly all useful. *Long* are four texts, padded to 8,192 tokens. Of these an epoch's share, 54
-# %, counts as useful; of *short* texts 60.
+# *Packed* rows have 4,096 tokens, nearly all useful. *Long* are four texts, padded to 8,192 tokens. Over an epoch 54 % of their
+# tokens are useful, of *short* texts' 60.
 #
 # **Prediction.** On packed rows of 4,096 tokens the H200 takes 394 ms a step with 16-bit weights. How many percent longer is it
 # with 4 bits? If the host were the limit, two calls of each of 252 layers, 100 µs each, would add 50 ms.
@@ -838,8 +838,8 @@ on_record = reference_runs("07").select(experiment="qwen3-32b").of_newest_host()
 lab.show([*larger.values()] or on_record, columns)
 
 # %% [markdown]
-# - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96, by allocated
-#   tensors. QLoRA's sum is 43 to 48, without temporary tensors.
+# - **Memory:** with checkpoints, batch 4 took 50 GB with QLoRA on the H200, and 86 with LoRA: both are below 96, without
+#   PyTorch's reserve. QLoRA's sum is 43 to 48, without temporary tensors.
 # - **Time:** QLoRA's two steps took 7.5 and 5.1 s: too unsteady for a percentage.
 #
 # **Takeaway.** Weights are a constant. Logits and checkpoints grow with the batch; 4 bits don't shrink those.

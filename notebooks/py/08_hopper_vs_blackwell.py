@@ -147,7 +147,8 @@ lab.verdict("A3.specs.bf16", "A3.specs.bandwidth", "A3.specs.ahead")
 #
 # **Question.** What decides how long a step takes: the GPU's work, or the host that hands it out?
 #
-# **Technique.** Follow two clocks through the launches of a step. A launch takes the host $c$, its kernel the GPU $k$.
+# **Technique.** Follow two clocks through the launches of a step. Launching costs the host $c$; running the kernel costs the GPU
+# $k$.
 #
 # - The host's clock advances by $c$.
 # - The kernel starts when it has been launched and the previous one has ended. The GPU's clock shows its end.
@@ -376,8 +377,8 @@ def launch_ms(queue, step_ms):
 
 # %% [markdown]
 # **Two models to try it on**: a dense one, and a *mixture of experts*. The latter sends each token to two of eight MLPs, its
-# experts. It computes one after the other, and in each the host waits. For your own, without Triton, change `models`, `lengths`,
-# `steps_of`, `training_step`.
+# experts. It computes one after the other, and in each the host waits several times. For your own, without Triton, change
+# `models`, `lengths`, `steps_of`, `training_step`.
 
 # %%
 width, layers = {"tiny": (64, 2), "small": (1024, 4), "full": (2048, 8)}[lab.scale]
@@ -464,9 +465,9 @@ lab.table(pd.DataFrame(rows))
 # **Question.** Which clock decides a step of Qwen3-8B, which of gpt-oss-20b?
 #
 # **Technique.** Qwen3 is dense, gpt-oss a mixture of 32 experts (*moe*), here in the same loop. The course's code
-# (`labutils/profiling/step_model.py`) does section 4 with a *refined* replay. Where a kernel was launched 20 µs before the
-# previous one ended, the GPU still pauses 1 to 2 µs, the *gap*: each kernel gets one. And launches aren't equal: their proportions
-# come from the trace, their mean $c$ from the short step.
+# (`labutils/profiling/step_model.py`) does section 4 with a *refined* replay. Even a kernel that was launched 20 µs early begins
+# 1 to 2 µs late. Each kernel gets this *gap*. And launches aren't equal: their proportions come from the trace, their mean $c$
+# from the short step.
 #
 # **Your predictions:** how many µs does a launch take the host in gpt-oss's expert loop? For how much of the step is the GPU
 # idle?
@@ -765,8 +766,8 @@ with lab.attempt("A step over its host"):
 
 # %% [markdown]
 # The detour makes a launch 1.8 times as long, the step only 1.03: kernels still hide launches. With 30 µs more they don't. The
-# delay is for an operation, $c$ for a launch: so $c$ grows by 22. It is a weak test: $c$ comes from short steps with the same
-# delay.
+# delay is for an operation, $c$ for a launch, and launches are more: so $c$ grows by 22. It is a weak test: $c$ comes from short
+# steps with the same delay.
 #
 # **How far can you trust the replay?** Section 5's replay, in all our H100 and H200 runs:
 

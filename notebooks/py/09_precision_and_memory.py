@@ -384,12 +384,12 @@ lab.show(flips.select(toggle=names), switch_table, experiment="toggles", toggle=
 lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulation.slower")
 
 # %% [markdown]
-# On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. The interval, 52 to 117 %, barely excludes
-# arithmetic's 50. By the ratio of the two steps it is 86 %.
+# On the H200 checkpointing probably lengthens the step by 94 %, for 62 % less memory. With the noise, the interval of 52 to 117 %
+# doesn't exclude arithmetic's 50. By the ratio of the two steps it is 86 %.
 #
 # **Who sets the pace?** *Accumulation* takes 121 ms for one example, *base* 124 for eight. An eighth of the arithmetic is hardly
-# faster. So the host may set the pace, or kernels too small for the GPU: a trace would tell (lab 02). If it is the host, launches
-# count, not FLOPs, and checkpointing launches a second forward pass from Python.
+# faster. The host may set the pace, or kernels too small for the GPU: a trace would tell. If it is the host, launches count, not
+# FLOPs, and checkpointing launches a second forward pass from Python.
 #
 # *Selective* checkpointing asks a Python function for each operation: keep its result? This one keeps some matrix products:
 #
@@ -405,8 +405,7 @@ lab.verdict("A4.memory.checkpointing", "A4.pytorch.accumulation", "A3.accumulati
 # ```
 #
 # `partial` is in `functools`, the other helpers are in `torch.utils.checkpoint`. The table's row keeps convolutions and
-# attention, too. Here it loses twice against *checkpointing*: 7.68 GB, not 4.34, and probably more time. The Python call at each
-# operation may be why.
+# attention, too. Here it loses twice against *checkpointing*: 7.68 GB, not 4.34, and probably more time.
 #
 # **Takeaway.** Before you trade time for memory, ask who sets the pace. If it is the host, FLOPs don't tell the price.
 
@@ -454,12 +453,12 @@ lab.verdict("A4.pytorch.cudnn-benchmark", "A4.method.measure")
 # None of these four shows a shorter step. The noise hides effects of some 10 to 20 %.
 #
 # - *Layout* and *autotuner* aim at the kernels. If the host sets the pace, that shortens no step. Try them again on a captured
-#   step.
+#   step (lab 04).
 # - *AdamW* updates a thousandth of the weights here, so 8 bits save few bytes: the fused form, with float32 moments, has the same
 #   peak. Where all weights are trained in float32, 8 bits save nearly three quarters of the moments' bytes.
 #
-# Four of eleven switches probably shorten the step: those to 16 bits or TF32. The three that save much memory probably lengthen
-# it.
+# Four of eleven switches probably shorten the step: those to 16 bits or TF32. The three that trade time for memory probably
+# lengthen it.
 #
 # **Takeaway.** Read a list of advice as a list of questions to your loop. Ask again after each change.
 
@@ -590,7 +589,8 @@ lab.verdict("A3.qlora.states-small")
 
 # %% [markdown]
 # The worst of the nine predictions is 2.6 % off: Stable Diffusion, checkpointed. That model's three are 0.1 GB too low, the
-# others at most 0.3 % off. The figure and the larger of the last two columns miss up to 0.03 GB of the peak.
+# others at most 0.3 % off. The figure and the larger of the last two columns miss up to 0.03 GB of the peak; we didn't look for
+# why.
 #
 # The weights are always there. Gradients and moments are too thin to be seen, as only adapters have them.
 #
@@ -616,8 +616,8 @@ for mode in ("off", "blocks"):
 # So the peak is known before you rent the GPU: nine times within 3 %. cuDNN's workspaces are missing. In section 2 they took up
 # to 0.2 GB with TF32, 55.7 without. In 16 bits they weren't measured. Leave room: PyTorch keeps freed memory, CUDA takes some.
 #
-# **Takeaway.** Ask *when* the peak is reached, then what to save. Compute it before you rent the GPU, if convolutions use TF32 or
-# 16 bits.
+# **Takeaway.** Ask *when* the peak is reached, then what to save. Compute it before you rent the GPU, and add room for cuDNN's
+# workspaces.
 
 # %% [markdown]
 # ## 6 · Out of memory, on purpose
