@@ -426,8 +426,8 @@ lab.table(heads, *rows)
 # The expert loop, read again, was 17 % faster: then one product makes 2.4.
 #
 # Without an interval there is no verdict. By section 2's rule all rows of lab 04 are open, too: *A again* is its stock loop there,
-# which a busy host disturbs. Captured steps hardly need the host: on three H200s they
-# took 136 and 25 ms alike.
+# which a busy host disturbs. Captured steps hardly need the host: the one graph took 136 ms on each of three H200s, the last rung
+# 25.
 #
 # **Takeaway.** Find out who waits, change one thing, measure it there and back with the base twice. Then ask again: after each
 # change somebody else waits.
@@ -438,8 +438,8 @@ lab.table(heads, *rows)
 # **Question.** Which statements were refuted, and how far off were they?
 #
 # *Off by a factor of* compares what was published with what was found. An example: 30 % less memory was published, so 0.70
-# remains. We found 6.9 % less, so 0.93. The factor is 0.93 / 0.70 = 1.33. The second
-# table has statements without a size.
+# remains. We found 6.9 % less, so 0.93. The factor is 0.93 / 0.70 = 1.33. The first table has statements judged by runs, the
+# second all others.
 
 # %%
 sized = {j.claim.id for j in page.judgements if j.effects or (j.theirs and j.theirs.effects)}
@@ -451,8 +451,8 @@ reasons |= {"reference": "ours", "here": "here", "note": "note"}
 lab.table(board.loc[refuted[~by_size].index, list(reasons)].rename(columns=reasons))
 
 # %% [markdown]
-# Our GPUs refuted 17 statements. Ten have a size, eight of these by hand: in nine we found more than was published. The other
-# seven are shares, and yes or no.
+# Our GPUs refuted 17 statements. Two have a factor, eight more by hand: in nine of these ten we found more than was published. The
+# other seven are shares, and yes or no.
 #
 # Six depend on how the course reads a word. *Slightly*, in two of them, and *as little* mean at most 1.10 times, *several times*
 # at least 2, *optimal* 100 %, and *limits* is read by FLOPs, not time.
@@ -540,8 +540,7 @@ lab.table(useful, otherwise="No lab here settles more.")
 
 # %% [markdown]
 # By the table it is the first: on our CPU lab 03, with at most 7. But its examples are times, and inconclusive on our GPUs. Lab
-# 06's are counts and a share of FLOPs: a run here decides them. So take lab 06 for verdicts; by section 5 expect little news. News
-# is in the 25 unsteady times, which need a steadier machine.
+# 06's are counts and a share of FLOPs: a run here decides them. So take lab 06 for verdicts; by section 5 expect little news.
 #
 # **Takeaway.** Choose by what a run can decide, not by how many claims wait: *may* is an upper limit.
 
