@@ -167,19 +167,6 @@ def test_names_of_points_that_are_near_each_other_lie_apart(ax):
     assert_tidy(ax)
 
 
-PAIRS = list(itertools.product(plots.VERDICT_MARKS, repeat=2))
-
-
-def test_verdicts_show_every_claim_on_one_page(ax):
-    named = {f"some.claim-with-a-name-{n}": PAIRS[n % len(PAIRS)] for n in range(55)}
-    plots.verdicts(ax, {f"Article A{n}": named for n in range(1, 5)}, sides=("H200", "here"))
-    assert sum(text.startswith("some.claim") for text in texts(ax)) == 4 * 55
-    width, height = ax.figure.get_size_inches()
-    assert width < 8 and height < 11.2
-    assert len([line for line in ax.lines if len(line.get_xdata())]) == 8 * 55
-    assert_tidy(ax)
-
-
 def test_calibration_shows_each_prediction_with_both_numbers(ax):
     asked = [("00", "far too high", "us", 100, 0.001), ("01", "half", "ms", 700, 1400)]
     asked += [("02", "right", "", 448, 448), ("03", "no factor", "%", 0, 5)]

@@ -10,8 +10,8 @@ package stays cheap.
 from labutils.course.plots.hardware import peaks, roofline
 from labutils.course.plots.layout import use_style
 from labutils.course.plots.memory import stacked_memory
-from labutils.course.plots.palette import FILLS, INK, MEMORY_FILLS, MIST, NAVY, RUST, VERDICT_MARKS
+from labutils.course.plots.palette import FILLS, INK, MEMORY_FILLS, MIST, NAVY, RUST
 from labutils.course.plots.runs import frontier, ladder, sweep, utilisation
-from labutils.course.plots.scores import MOST_OFF, calibration, verdicts
+from labutils.course.plots.scores import MOST_OFF, calibration
 from labutils.course.plots.series import curves, grouped, over_decoding, panels
 from labutils.course.plots.traces import breakdown, timeline, typical

@@ -5,8 +5,6 @@ Colours are never the only carrier of meaning: fills differ in lightness and hat
 
 from __future__ import annotations
 
-from typing import Any
-
 INK, GREY, PAPER = "#222222", "#777777", "#FFFFFF"
 NAVY, RUST, TEAL, AMBER = "#0B3954", "#C1440E", "#2A9D8F", "#E9B44C"
 PURPLE, MIST, ROSE = "#5E3A87", "#B3C4CF", "#EBA696"
@@ -66,20 +64,6 @@ SHARE_FILLS: dict[str, Fill] = {
 """Fills of where a step's time goes (`profiling.trace.SHARES`), in every picture the same."""
 DARK = (NAVY, RUST, PURPLE)
 """Fills on which text and hatches are white."""
-VERDICT_MARKS: dict[str, dict[str, Any]] = {
-    "confirmed": {"marker": "o", "color": NAVY},
-    "refuted": {"marker": "X", "color": RUST},
-    "inconclusive": {"marker": "D", "color": AMBER, "markeredgecolor": INK},
-    "differs between hosts": {"marker": "d", "color": PURPLE},
-    "pays here": {"marker": "^", "color": NAVY},
-    "makes no difference here": {"marker": "s", "color": MIST, "markeredgecolor": INK},
-    "costs here": {"marker": "v", "color": RUST},
-    "the model agrees": {"marker": "o", "color": NAVY, "markerfacecolor": PAPER},
-    "the model disagrees": {"marker": "X", "color": RUST, "markerfacecolor": PAPER},
-    "told": {"marker": ".", "color": GREY},
-    "not testable here": {"marker": "_", "color": GREY},
-}
-"""A shape for each verdict: colour only repeats what the shape says."""
 MEMORY_FILLS: dict[str, Fill] = {
     "weights": (NAVY, ""),
     "optimizer": (AMBER, "///"),
