@@ -384,17 +384,17 @@ loop, grouped, rewritten = (
     {"experiment": "steps", "model": "moe", "texts": "long", "variant": of, "delay_us": False}
     for of in (False, "grouped", "rewritten")
 )
-pairs = (  # lab, change, sign, and the rung or the tags before and after
-    ("04", "one graph, 8 workers", "GPU waits for its host", "no host waits", "whole-step graph"),
-    ("08", "experts in one product", "GPU waits for its host", loop, grouped),
-    ("04", "images side by side", "busy, far from floor", "whole-step graph", "side by side"),
-    ("04", "one batch, folded LoRA", "small kernels", "cached encoders", "folded LoRA"),
-    ("07", "blocks compiled", "many passes over memory", "packed", "blocks compiled"),
-    ("08", "rewritten, one row", "many passes over memory", grouped, rewritten),
-    ("07", "packed, rewritten", "padding is computed on", lora, "packed"),
-    ("04", "frozen encoders once", "the same each epoch", "side by side", "cached encoders"),
-    ("07", "checkpointing", "memory: activations", lora, checkpointed),
-    ("07", "4 bits", "memory: weights", "packed", "packed, 4 bits"),
+pairs = (  # lab, change, sign (lab that shows it), the rung or the tags before and after
+    ("04", "one graph, 8 workers", "GPU-busy is low (02)", "no host waits", "whole-step graph"),
+    ("08", "experts in one product", "GPU-busy is low (02)", loop, grouped),
+    ("04", "images side by side", "busy, far from floor (04)", "whole-step graph", "side by side"),
+    ("04", "one batch, folded LoRA", "many short kernels (04)", "cached encoders", "folded LoRA"),
+    ("07", "blocks compiled", "elementwise kernels (02)", "packed", "blocks compiled"),
+    ("08", "rewritten, one row", "elementwise kernels (02)", grouped, rewritten),
+    ("07", "packed, rewritten", "useful tokens few (07)", lora, "packed"),
+    ("04", "frozen encoders once", "frozen work a step (04)", "side by side", "cached encoders"),
+    ("07", "checkpointing", "peak: activations (09)", lora, checkpointed),
+    ("07", "4 bits", "peak: weights (09)", "packed", "packed, 4 bits"),
     ("04", "all eight changes", "", "stock", "folded LoRA"),
 )
 
