@@ -345,9 +345,10 @@ def ways_to_step(device):
 # %%
 def in_rounds(ways, device):
     """(Way, images) -> milliseconds of a step in each round, of the slower rank."""
-    rounds, steps, sizes = (5, 3, (8, 24)) if device == "cuda" else (1, 1, (1, 2))
+    rounds, steps, many, few = (5, 3, 24, 8) if device == "cuda" else (1, 1, 2, 1)
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    found = {(way, images): [] for images in sizes for way in ways}
+    found = {(way, many): [] for way in ways}
+    found |= {(way, few): [] for way in ("each for itself", "DDP")}
     for turn in range(rounds + 1):  # the first warms up
         for way, images in list(found)[:: -1 if turn % 2 else 1]:
             synchronize()
@@ -389,7 +390,7 @@ def taken_apart(device):
 # The messages come in the same order on all ranks, and each rank's kernel runs until the message is through. Who comes last only
 # sends. So of a message's two times in the trace the shorter is *sending*. The rest of the longer is *waiting*.
 #
-# **Prediction.** How many milliseconds does *one number a step* add to *each for itself*?
+# **Prediction.** How many milliseconds does *one number a step* add to *each for itself*, with 24 images?
 
 # %%
 my_waiting: float | None = None  # for example 1
