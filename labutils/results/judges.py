@@ -149,7 +149,7 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
                 if getattr(pair[0], what) != getattr(pair[1], what):
                     raise NotTestable(f"The runs differ in {what}.")
             metric = claim.how.get("metric", "step_ms")
-            changes[named(tags)] = effects.effect(*pair, _twice(runs, pair[0]), metric)
+            changes[named(tags)] = effects.effect(*pair, measured_twice(runs, pair[0]), metric)
         except NotTestable as reason:
             refused = reason
     if not changes:
@@ -157,7 +157,7 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
     return changes
 
 
-def _twice(runs: Runs, base: Run) -> effects.Twice:
+def measured_twice(runs: Runs, base: Run) -> effects.Twice:
     """The base that was visited twice in the rounds of this base's comparison: it says how noisy
     they were. What was timed by hand is of no comparison: the lab's last one says how noisy the
     machine was. None where none was.

@@ -63,7 +63,7 @@ from torch.nn.functional import cross_entropy
 from labutils.course import plots, predictions, tables
 from labutils.labs import lab12_scoreboard
 from labutils.results import claims, effects, report
-from labutils.results.judges import VERDICTS
+from labutils.results.judges import VERDICTS, judge_all, measured_twice
 from labutils.results.records import REPOSITORY, reference_runs
 from labutils.tools import run
 
@@ -83,6 +83,7 @@ place = REPOSITORY / Path(read).expanduser()  # a relative name is one in the ch
 files = report.result_files(place) if read else report.files_beside(lab.results_dir, lab.number)
 page = report.read_page(files)
 board = lab12_scoreboard.scoreboard(page.judgements)
+known = reference_runs()  # our GPUs'
 lab.table(lab12_scoreboard.on_record(page.here, page.labs_done, titles))
 print("Read:", ", ".join(f"{path.parent.name}/{path.name}" for path in page.files) or "nothing yet")
 for complaint in page.passed_over:
@@ -210,22 +211,36 @@ def disturbed(seed, takes):
     return a * others[0], b, again * others[1]
 
 
-def called(a, b, again):
-    """Verdicts on "B is faster": by its interval alone, with step 2, with all steps."""
-    (_, low, high), (_, *noise) = effect(a, b), effect(a, again)
-    found = partial(SimpleNamespace, low=low, high=high)
-    ways = ((None, False), (noise, False), (noise, True))
-    return [verdict_of(found(noise=of, again=told), (0, 1)) for of, told in ways]
+def found_on(times, takes):
+    """Of 100 seeds: the interval of a B that takes so many ms, and the noise."""
+    found = []
+    for seed in range(100, 200):
+        a, b, again = times(seed, takes)
+        (_, low, high), (_, *noise) = effect(a, b), effect(a, again)
+        found.append(SimpleNamespace(low=low, high=high, noise=noise, again=True))
+    return found
+
+
+def alone(found):
+    return SimpleNamespace(low=found.low, high=found.high, noise=None, again=False)
 
 
 # %%
 machines = {order: partial(times_of, order) for order in orders}
 machines["5, only A is disturbed"] = disturbed
+tries = {
+    (machine, takes): found_on(times, takes)
+    for (machine, times), takes in product(machines.items(), (96, 100))
+}
 rows = []
-for (machine, times), takes in product(machines.items(), (96, 100)):
-    verdicts = [called(*times(seed, takes)) for seed in range(100, 200)]
-    counts = [Counter(words) for words in zip(*verdicts, strict=True)]
-    rows.append((machine, takes, *(by[word] for by in counts for word in ("confirmed", "refuted"))))
+for case, found in tries.items():
+    by_interval = Counter(verdict_of(alone(one), (0, 1)) for one in found)
+    by_step_2 = Counter(verdict_of(one, (0, 1), steady=np.inf) for one in found)
+    by_rule = Counter(verdict_of(one, (0, 1)) for one in found)
+    counts = [
+        by[word] for by in (by_interval, by_step_2, by_rule) for word in ("confirmed", "refuted")
+    ]
+    rows.append((*case, *counts))
 heads = [f"{w}, {by}" for by in ("alone", "step 2", "rule") for w in ("faster", "slower")]
 lab.table(("of 100", "B, ms", *heads), *rows)
 
@@ -240,33 +255,24 @@ lab.table(("of 100", "B, ms", *heads), *rows)
 #
 # **Why 3 %?** Try other limits in step 3:
 
-
 # %%
-def decided(times, takes, steady):
-    """Of 100 seeds, how often the rule calls B faster or slower."""
-    words = []
-    for seed in range(100, 200):
-        a, b, again = times(seed, takes)
-        (_, low, high), (_, *noise) = effect(a, b), effect(a, again)
-        found = SimpleNamespace(low=low, high=high, noise=noise, again=True)
-        words.append(verdict_of(found, (0, 1), steady))
-    return len(words) - words.count("inconclusive")
-
-
-cases = {"5, B equal: errors": (disturbed, 100), "5, B half": (disturbed, 50)}
-cases |= {f"{order}, B 96 ms": (machines[order], 96) for order in list(orders)[2:]}
-limits_tried = {f"{steady:.0%}": steady for steady in (0.01, 0.02, 0.03, 0.05, 0.1)}
-limits_tried["no step 3"] = np.inf
-rows = [
-    (name, *(decided(*case, steady) for case in cases.values()))
-    for name, steady in limits_tried.items()
-]
+cases = {
+    "5, B equal: errors": tries["5, only A is disturbed", 100],
+    "5, B half": found_on(disturbed, 50),
+    "3, there and back, B 96 ms": tries["3, there and back", 96],
+    "4, without a drift, B 96 ms": tries["4, without a drift", 96],
+}
+rows = []
+for steady in (0.01, 0.02, 0.03, 0.05, 0.1, np.inf):
+    words = [[verdict_of(one, (0, 1), steady) for one in found] for found in cases.values()]
+    decided = [len(given) - given.count("inconclusive") for given in words]
+    rows.append((f"{steady:.0%}" if steady < np.inf else "no step 3", *decided))
 lab.table(("decided, of 100", *cases), *rows)
 
 # %% [markdown]
-# Here 3 % is the largest limit without an error. At 2 % half of order 3's true gains are lost. The price: on machine 5
-# not even a B of half the time is decided. The repair is a quieter measurement: close other programs, capture A, too, or compare
-# kernels' times in a trace (lab 02).
+# Here 3 % is the largest limit without an error. At 2 % half of order 3's true gains are lost. The price: on machine 5 not even a
+# B of half the time is decided. The repair is a quieter measurement: close other programs, capture A, too, or compare kernels'
+# times in a trace (lab 02).
 #
 # Now four claims, as our GPUs measured them:
 
@@ -341,9 +347,12 @@ for name in ("times, beside A again", "times, beside A's own spread", "all else"
     verdicts = [j.verdict for j in statements if group(j) == name]
     rows.append((name, len(verdicts), *map(verdicts.count, words)))
 lab.table(("our GPUs on statements about", "tested", *words), *rows)
+
+# %%
 unsteady = [j for j in statements if j.unsteady]
 with patch.object(effects.Effect, "unsteady", False):  # without step 3
-    without = {j.claim.id: j.reference_verdict for j in report.read_page(files).judgements}
+    judged = judge_all(None, page.here, known)
+without = {j.claim.id: j.reference_verdict for j in judged}
 changed = {j.claim.id: without[j.claim.id] for j in unsteady if without[j.claim.id] != j.verdict}
 print(f"Unsteady: {len(unsteady)}. Without step 3 {len(changed)} would have another verdict:")
 for verdict_then, count in Counter(changed.values()).items():
@@ -354,8 +363,8 @@ for verdict_then, count in Counter(changed.values()).items():
 #
 # - *All else*: 79 of 95, 83 %. These are counts, bytes, shares of time, single times, and 12 rows of data sheets. None is
 #   inconclusive. The noise of single times wasn't measured, so more is decided, not better proved.
-# - Times whose noise we know: 3 of 36, 8 %. For 25 the machine was unsteady. Without step 3 eleven would change.
-#   Step 2 confirms five. Three *A2.guide* verdicts use no noise but step 3's. On three more, hosts differ.
+# - Times whose noise we know: 3 of 36, 8 %. For 25 the machine was unsteady. Without step 3 eleven would change. Step 2 confirms
+#   five. Three *A2.guide* verdicts use no noise but step 3's. On three more, hosts differ.
 #
 # So this board says little about the size of the articles' speed-ups.
 #
@@ -366,8 +375,9 @@ for verdict_then, count in Counter(changed.values()).items():
 #
 # **Question.** Verdicts on articles are one result. The other: which changes paid most, and what was the sign to try each?
 #
-# **Technique.** Each row is a pair of runs on one of our H200s. *Times as fast* counts useful tokens a second in lab 07,
-# else steps, on the same texts or as many images. Rows go by sign. *Step* has the interval, where both runs were in the same rounds on rows of one length.
+# **Technique.** Each row is a pair of runs on one of our H200s. *Times as fast* counts useful tokens a second in lab 07, else
+# steps, on the same texts or as many images. Rows go by sign. *Step* has the interval, where both runs were in the same rounds on
+# rows of one length.
 #
 # **Prediction.** Lab 04's ladder trains Stable Diffusion's LoRA. How many times as fast as the stock script is its last rung?
 
@@ -400,33 +410,26 @@ pairs = (  # lab, change, sign (lab that shows it), the rung or the tags before 
 
 
 # %%
-def twice(known, before, tags):
-    """The base and the base again: of the run itself, or of the rounds that it was in."""
-    if second := known.one(again=True, **tags):
-        return before, second
-    seconds = (run for run in known if run.tags.get("again"))
-    second = next(run for run in seconds if run.comparison == before.comparison)
-    return known.one(**second.tags | {"again": False}), second
-
-
 rows = []
 for of_lab, change, sign, *both in pairs:
-    known = reference_runs(of_lab).of_newest_host()
+    there = known.select(of_lab).of_newest_host()
     tags = [t if isinstance(t, dict) else {"experiment": "ladder", "rung": t} for t in both]
-    before, after = (known.one(again=False, **told) for told in tags)
+    before, after = (there.one(again=False, **told) for told in tags)
     metric = "useful_tokens_per_s" if before.metric("useful_tokens_per_s") else "step_ms"
     climbed = after.metric(metric) / before.metric(metric)
     climbed = climbed if metric != "step_ms" else 1 / climbed
     step = noise = None
     together = before.comparison and before.comparison == after.comparison
     if together and before.recipe["shapes"] == after.recipe["shapes"]:
-        found = effects.effect(before, after, twice(known, before, tags[0]))
+        found = effects.effect(before, after, measured_twice(there, before))
         step, noise = found.text(), "{:.2f} to {:.2f}".format(*found.noise)
     memory = (run.metric("peak_allocated_gb") for run in (before, after))
     rows.append((change, of_lab, sign or None, climbed, step, noise, *memory))
 last_rung = climbed
 heads = ("change", "lab", "sign", "times as fast", "step", "A again", "GB before", "after")
 lab.table(heads, *rows)
+
+# %%
 fig, ax = plt.subplots(figsize=(7.2, 3.2))
 inks = [plots.NAVY if row[3] > 1 else plots.RUST for row in rows]
 bars = ax.barh([row[0] for row in rows], [row[3] - 1 for row in rows], left=1, color=inks)
@@ -452,9 +455,8 @@ plt.show()
 # Several rows bundle changes, up to nine settings. In *packed, rewritten* leaving out padding alone would make 1.84 of the 2.13.
 # The expert loop, read again, was 17 % faster: then one product makes 2.4.
 #
-# By section 2's rule all rows of lab 04 are open, too: *A again* is its stock loop there,
-# which a busy host disturbs. Captured steps hardly need the host: the one graph took 136 ms on each of three H200s, the last rung
-# 25.
+# By section 2's rule all rows of lab 04 are open, too: *A again* is its stock loop there, which a busy host disturbs. Captured
+# steps hardly need the host: the one graph took 136 ms on each of three H200s, the last rung 25.
 #
 # **Takeaway.** Find out who waits, change one thing, measure it there and back with the base twice. Then ask again: after each
 # change somebody else waits.
@@ -485,8 +487,9 @@ lab.table(refuted, otherwise="No statement was refuted.")
 #
 # **Question.** What do you misjudge, by how much, and in which direction?
 #
-# How far off you are is a factor: half as much and twice as much are both off by 2. *Off* is the median of these factors. *Near* counts those up to 2. *Lean* is the median of predicted / measured: 1.4 means 40 % too high, 0.5
-# is shown as *2x too low*. What this machine couldn't measure is scored against ours.
+# How far off you are is a factor: half as much and twice as much are both off by 2. *Off* is the median of these factors. *Near*
+# counts those up to 2. *Lean* is the median of predicted / measured: 1.4 means 40 % too high, 0.5 is shown as *2x too low*. What
+# this machine couldn't measure is scored against ours.
 
 # %%
 scores = predictions.scores_of(page.records)
