@@ -23,9 +23,6 @@ import torch
 import torch.distributed as dist
 
 from labutils.profiling import cuda
-from labutils.profiling.intervals import Interval, difference, overlap, total, union
-from labutils.profiling.kernel_categories import category_of
-from labutils.profiling.trace import COMPUTES_NOTHING, Trace
 from labutils.results.records import summarise
 
 SIZES = tuple(2**10 * 4**k for k in range(10))
@@ -106,60 +103,6 @@ class Link:
     def all_reduce_ms(self, size: float) -> float:
         between = np.interp(np.log(size), np.log(self.bytes), np.log(self.ms))
         return math.exp(between) * max(1.0, size / self.bytes[-1])
-
-
-# -------------------------------------------------------------------------------------------------
-# A trace
-
-
-def communication(trace: Trace) -> tuple[dict[str, float], list[float], list[float]]:
-    """What part of the steps' time communication takes, and what part of it nothing hides; and the
-    times of the step that comes nearest to that part.
-
-    On GPUs: NCCL's kernels, against all others. A kernel of NCCL also runs while it waits for the
-    other ranks' data, so that ranks out of step show as communication. On a CPU: from where gloo is
-    given a message to where it is through, against operators that compute. Metrics:
-    `communication_share`, `exposed_communication_share` (of wall time), and `communication_ms` a
-    step. The lists hold start and end, start and end, ... of computing
-    and of communicating, in ms from that step's beginning.
-    """
-    talking, computing = _times(trace)
-    exposed = difference(talking, computing)
-    wall = trace.wall_ms
-    metrics = {
-        "communication_share": total(talking) / wall,
-        "exposed_communication_share": total(exposed) / wall,
-        "communication_ms": total(talking) / trace.steps,
-    }
-    window = min(
-        trace.step_windows, key=lambda step: abs(_share(exposed, step) - total(exposed) / wall)
-    )
-    return metrics, _drawable(computing, window), _drawable(talking, window)
-
-
-def _share(times: list[Interval], window: Interval) -> float:
-    return total(overlap(times, [window])) / (window[1] - window[0])
-
-
-def _times(trace: Trace) -> tuple[list[Interval], list[Interval]]:
-    if trace.on_gpu:
-        talking, computing = [], []
-        for kernel in trace.kernels:
-            sends = category_of(kernel.name) == "communication"
-            (talking if sends else computing).append(kernel)
-    else:
-        idle = (*COMPUTES_NOTHING, "communication")
-        talking = [mark for mark in trace.annotations if mark.name.startswith("gloo:")]
-        operators = (op for ops in trace.ops.values() for op in ops)
-        computing = [op for op in operators if category_of(op.name) not in idle]
-    return trace.time_of(talking), trace.time_of(computing)
-
-
-def _drawable(times: list[Interval], window: Interval) -> list[float]:
-    """A picture's worth of intervals: those less than a grain of the window apart are one."""
-    grain = (window[1] - window[0]) / 500
-    joined = union((start, end + grain) for start, end in overlap(times, [window]))
-    return [round(at - window[0], 4) for start, end in joined for at in (start, end - grain)]
 
 
 # -------------------------------------------------------------------------------------------------

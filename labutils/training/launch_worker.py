@@ -30,18 +30,18 @@ from typing import Any
 from torch import Tensor
 
 from labutils.profiling import cuda
-from labutils.profiling.collectives import communication, time_all_reduce
+from labutils.profiling.collectives import time_all_reduce
 from labutils.profiling.machine import default_device
 from labutils.profiling.timing import StepClock, StepTimes
-from labutils.profiling.trace import profile
 from labutils.recipe import Recipe
 from labutils.results.records import Run
 from labutils.training import distributed
-from labutils.training.benchmark import AGAIN, ROUND_MS, ROUNDS, Candidate, empty_run
+from labutils.training.benchmark import AGAIN, ROUND_MS, Candidate, empty_run
 from labutils.training.trainer import Trainer
 from labutils.workloads import Workload, open_workload
 
 RUNS = "runs.jsonl"
+ROUNDS = {"tiny": 2, "small": 5, "full": 5}
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class Task:
     """One thing that the ranks do. Plain data.
 
     kind: "train" (the recipes of `timed` are timed in turns) or "all-reduce" (of `sizes` bytes,
-    timed). name, tags: of its run. timed: for each recipe a `Timed` as a dict. traced: optimizer
-    steps recorded by the profiler after the timing, of what all do together.
+    timed). name, tags: of its run. timed: for each recipe a `Timed` as a dict.
     """
 
     kind: str
@@ -59,7 +58,6 @@ class Task:
     timed: tuple[dict[str, Any], ...] = ()
     steps: int = 5
     warmup: int = 2
-    traced: int = 0
     sizes: tuple[int, ...] = ()
     tags: dict[str, Any] = field(default_factory=dict)
 
@@ -137,7 +135,7 @@ def _do(task: Task, status: RankStatus, folder: str) -> None:
     status.write(folder, task=task.name)
     gc.collect()  # a trainer that has ended goes at once, not somewhere in the next one's steps
     cuda.empty_cache()
-    runs = TASKS[task.kind](task, folder)
+    runs = TASKS[task.kind](task)
     if distributed.here().rank == 0:
         with (Path(folder) / RUNS).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(run.record()) + "\n" for run in runs)
@@ -177,9 +175,9 @@ def encoded_once(workload: Workload) -> Callable[[Any, Recipe], Any]:
     return dataset
 
 
-def _train(task: Task, folder: str) -> list[Run]:
+def _train(task: Task) -> list[Run]:
     """Time recipes in turns: every round visits all of them, there and back by turns, and the first
-    at both ends. Then trace what all do together, where traces are asked for."""
+    at both ends."""
     workload, me = _workload(task), distributed.here()
     hook = encoded_once(workload)
     visits = {each["name"]: Timed(**each) for each in task.timed}
@@ -202,7 +200,7 @@ def _train(task: Task, folder: str) -> list[Run]:
             run.tags, run.comparison = each.tags, comparison
             if each.by != "one" or me.rank == 0:
                 with each.company():
-                    _report(run, each, candidates[_key(each)], times[name], task, folder)
+                    _report(run, each, candidates[_key(each)], times[name])
             me.all(None)
     finally:
         for candidate in candidates.values():
@@ -235,22 +233,14 @@ def _in_turns(visits: Mapping[str, tuple[Timed, Candidate]], task: Task) -> dict
     return times
 
 
-def _report(
-    run: Run, each: Timed, candidate: Candidate, times: StepTimes, task: Task, folder: str
-) -> None:
-    """Fill in what was measured, when gradients are ready (of one process), and a trace's times."""
+def _report(run: Run, each: Timed, candidate: Candidate, times: StepTimes) -> None:
+    """Fill in what was measured and, of one process, when gradients are ready."""
     trainer = candidate.trainer
     candidate.report_times(run, times)
     gradients = sum(p.numel() * p.element_size() for p in trainer.parameters)
     run.metrics |= {"gradient_mb": gradients / 1e6, "ranks": trainer.ranks.count}
     if each.by == "one" and "again" not in each.tags:
         run.samples |= gradient_arrivals(trainer)
-    if each.by == "all" and task.traced:
-        traces, wait = Path(folder) / f"traces-{trainer.ranks.rank}", candidate.steps_to_settle
-        trace = profile(trainer, task.traced, traces, wait=wait)
-        metrics, computing, communicating = communication(trace)
-        run.metrics |= metrics
-        run.samples |= {"computing_ms": computing, "communicating_ms": communicating}
     peaks = trainer.ranks.all(candidate.memory)
     run.metrics |= {name: max(peak[name] for peak in peaks) for name in candidate.memory}
 
@@ -281,7 +271,7 @@ def gradient_arrivals(trainer: Trainer) -> dict[str, list[float]]:
     return {"lead_ms": leads, "lead_bytes": sizes[-last:]}
 
 
-def _all_reduce(task: Task, folder: str) -> list[Run]:
+def _all_reduce(task: Task) -> list[Run]:
     timed = time_all_reduce(task.sizes, default_device(), distributed.here().count)
     return [Run("", task.name, tags=task.tags, **timed)]
 

@@ -73,7 +73,7 @@ from labutils.labs import lab11_distributed
 from labutils.profiling import cuda, ddp_model
 from labutils.profiling.collectives import Link, read_topology
 from labutils.recipe import Unavailable
-from labutils.results.records import Run, Runs
+from labutils.results.records import Run, Runs, summarise
 
 plots.use_style()
 
@@ -224,7 +224,7 @@ def exposed_ms(ready_ms, sizes, send_ms):
 
 # %% [markdown]
 # **Prediction.** *Efficiency* is the examples a second of all ranks, in percent of N times one process's. Each rank has as many
-# examples as one process: 16 with LoRA, 8 with *full*, all weights. What is DDP's efficiency for Stable Diffusion with LoRA?
+# examples as one process: 32 with LoRA, 24 with *full*, all weights. What is DDP's efficiency for Stable Diffusion with LoRA?
 
 # %%
 my_efficiency: float | None = None  # for example 90
@@ -254,7 +254,7 @@ known = shown = lab.references()  # our H100s' record, for pictures where there 
 with lab.attempt("Training on several ranks", experiment="all-reduce"):
     lab11_distributed.measured(lab, device, count, steps, into=runs)
     known = Runs(runs)
-    shown = shown if lab.scale == "tiny" else known  # at tiny nothing is traced
+    shown = shown if lab.scale == "tiny" else known  # at tiny a CPU trains
 
 # %%
 unet = lab11_distributed.PLAIN | {"workload": "sd15-lora"}
@@ -286,7 +286,156 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # measure it, on a steady machine.
 
 # %% [markdown]
-# ## 3 · Send once, hold a share
+# ## 3 · Take DDP apart
+#
+# **Question.** DDP takes longer than *each for itself*. Does the time go into waiting for the other rank, into messages, or into
+# copies?
+#
+# **Technique.** Change one thing at a time, in your own script. It trains all weights of the UNet.
+
+
+# %%
+def unet_step(device):
+    """The UNet, and a function that makes an optimizer step with it or with what wraps it."""
+    from diffusers import UNet2DConditionModel
+
+    full = os.environ["SCALE"] == "full"
+    thin = {} if full else {"block_out_channels": (32, 32, 64, 64), "attention_head_dim": 4}
+    side = 64 if full else 16
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(sample_size=side, cross_attention_dim=768, **thin).to(device)
+    optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-5, fused=True)
+    noisy, noise = torch.randn(2, 24, 4, side, side, device=device)
+    times, texts = torch.arange(24, device=device), torch.randn(24, 77, 768, device=device)
+
+    def step(network, images):
+        optimizer.zero_grad()
+        with torch.autocast(device, torch.bfloat16):
+            guess = network(noisy[:images], times[:images], texts[:images]).sample
+        nn.functional.mse_loss(guess.float(), noise[:images]).backward()
+        optimizer.step()
+
+    return unet, step
+
+
+# %% [markdown]
+# *One number a step* sends next to nothing, but nobody begins a step before the slowest has ended the last. With *bucket views*
+# gradients lie in the buckets, so nothing is copied. *One bucket* is full with the last gradient: nothing is sent while
+# `backward()` computes.
+
+
+# %%
+def ways_to_step(device):
+    """How the ranks train together -> a function that makes a step with so many images."""
+    unet, step = unet_step(device)
+    number = torch.zeros(1, device=device)
+    ddp = DistributedDataParallel(unet)
+    views = DistributedDataParallel(unet, gradient_as_bucket_view=True)
+    one = DistributedDataParallel(unet, gradient_as_bucket_view=True, bucket_cap_mb=10_000)
+    return {
+        "each for itself": lambda images: step(unet, images),
+        "one number a step": lambda images: (step(unet, images), dist.all_reduce(number)),
+        "DDP": lambda images: step(ddp, images),
+        "DDP, bucket views": lambda images: step(views, images),
+        "DDP, views, one bucket": lambda images: step(one, images),
+        "each for itself, again": lambda images: step(unet, images),
+    }
+
+
+# %%
+def in_rounds(ways, device):
+    """(Way, images) -> milliseconds of a step in each round, of the slower rank."""
+    rounds, steps, many, few = (5, 3, 24, 8) if device == "cuda" else (1, 1, 2, 1)
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    found = {(way, many): [] for way in ways}
+    found |= {(way, few): [] for way in ("each for itself", "DDP")}
+    for turn in range(rounds + 1):  # the first warms up
+        for way, images in list(found)[:: -1 if turn % 2 else 1]:
+            synchronize()
+            began = time.perf_counter()
+            for _ in range(steps):
+                ways[way](images)
+            synchronize()
+            ms = torch.tensor(1e3 * (time.perf_counter() - began) / steps, device=device)
+            dist.all_reduce(ms, dist.ReduceOp.MAX)
+            found[way, images] += [ms.item()] if turn else []
+    return found
+
+
+# %%
+def kernels(step, images):
+    """Of each rank: "nccl", "computing" -> ms of each such GPU kernel of 3 steps, in order."""
+    step(images), step(images)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        step(images), step(images), step(images), torch.cuda.synchronize()
+    mine = {"nccl": [], "computing": []}
+    for event in sorted(trace.events(), key=lambda event: event.time_range.start):
+        if event.device_type == torch.autograd.DeviceType.CUDA and "nccl:" not in event.name:
+            kind = "nccl" if "nccl" in event.name else "computing"
+            mine[kind].append(event.time_range.elapsed_us() / 1e3)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, mine)
+    return of_ranks
+
+
+def taken_apart(device):
+    ways, found = ways_to_step(device), {}
+    for way in ("each for itself", "DDP") if device == "cuda" else ():
+        for images in (8, 24):
+            found[way, images] = kernels(ways[way], images)
+    return in_rounds(ways, device), found
+
+
+# %% [markdown]
+# The messages come in the same order on all ranks, and each rank's kernel runs until the message is through. Who comes last only
+# sends. So of a message's two times in the trace the shorter is *sending*. The rest of the longer is *waiting*.
+#
+# **Prediction.** How many milliseconds does *one number a step* add to *each for itself*, with 24 images?
+
+# %%
+my_waiting: float | None = None  # for example 1
+
+lab.predict("one number a step adds", my_waiting, "ms")
+
+# %%
+parts: list[Run] = []
+with lab.attempt("DDP taken apart", experiment="taken apart"):
+    os.environ["SCALE"] = lab.scale
+    written = [join, unet_step, ways_to_step, in_rounds, kernels]
+    ((rounds_of, kernels_of),) = torchrun(written, [taken_apart])
+    for (way, images), step_ms in rounds_of.items():
+        metrics = {"step_ms": summarise(step_ms)}
+        for rank, kernel in enumerate(kernels_of.get((way, images), ())):
+            metrics |= {f"{kind}_ms_{rank}": sum(ms) / 3 for kind, ms in kernel.items()}
+        if (way, images) in kernels_of:
+            sent = zip(*(kernel["nccl"] for kernel in kernels_of[way, images]), strict=True)
+            metrics["sending_ms"] = sum(min(message) for message in sent) / 3
+        tags = {"experiment": "taken apart", "way": way, "images": images}
+        samples = {"step_ms": step_ms}
+        parts.append(Run("11", f"{way}, {images}", tags=tags, metrics=metrics, samples=samples))
+    lab.keep(parts)
+
+# %%
+columns = {"images": "images", "way": "way", "step_ms": "step, ms"}
+columns |= {"computing_ms_0": "computing on rank 0, ms", "computing_ms_1": "on rank 1, ms"}
+columns |= {"nccl_ms_0": "NCCL on rank 0, ms", "nccl_ms_1": "on rank 1, ms "}
+lab.show(parts, columns | {"sending_ms": "sending, ms"}, experiment="taken apart")
+
+# %%
+drawn = Runs(parts) if lab.scale != "tiny" else lab.references(experiment="taken apart")
+fig, ax = plt.subplots(figsize=(7.2, 2.8))
+names = list(dict.fromkeys(part.tags["way"] for part in drawn))
+for part in drawn:
+    row, step_ms = names.index(part.tags["way"]), part.samples["step_ms"]
+    mark, ink = ("o", plots.NAVY) if part.tags["images"] == 8 else ("s", plots.RUST)
+    ax.plot(step_ms, [row] * len(step_ms), mark, color=ink, alpha=0.6)
+ax.set_yticks(range(len(names)), names)
+ax.invert_yaxis()
+ax.set_xlabel("ms of a step, a mark a round: circles with 8 images, squares with 24")
+plt.show()
+
+# %% [markdown]
+# ## 4 · Send once, hold a share
 #
 # **Question.** DDP sends all gradients in each micro-batch's backward pass, and holds the whole model on each GPU. What is gained
 # by sending once a step, and by holding $1/N$?
@@ -360,8 +509,7 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # hence one message of 4.20 MB. DDP decides in the forward pass whether to send, so `no_sync` encloses it, too.
 #
 # **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. FSDP, without buckets, holds $16/N$. With `gradient_as_bucket_view=True` DDP's gradients lie in the
-# buckets; on our H200s that didn't lower the peak. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB.
+# Adam's two averages. FSDP, without buckets, holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB.
 # What is FSDP's on two?
 
 # %%
@@ -372,8 +520,7 @@ lab.predict("FSDP's peak memory, all weights of the UNet", my_peak, "GB")
 # %%
 columns = {"trained": "trained", "strategy": "by", "sync": "gradients", "again": "again"}
 columns |= {"step_ms": "step, ms", "peak_allocated_gb": "peak, GB"}
-tried = {"workload": "sd15-lora", "strategy": ("ddp", "fsdp"), "same_batch": False, "rows": False}
-tried |= {"bucket_mb": False, "bucket_view": False}
+tried = {"workload": "sd15-lora", "strategy": ("ddp", "fsdp")}
 lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
@@ -387,39 +534,13 @@ lab.verdict("A4.memory.fsdp")
 # **What does a trace show?** NCCL's kernel also runs while it waits for the other rank. *NCCL alone* is all time in which that
 # kernel runs and nothing computes: sending, waiting and the profiler's delay together. It is neither section 2's *exposed* nor
 # DDP's cost. The next cell calls it *exposed*, too.
-#
-# **Prediction.** All weights of the UNet are trained with DDP. In how many percent of the traced steps' time is NCCL alone?
-
-# %%
-my_exposed: float | None = None  # for example 5
-
-lab.predict("exposed communication, all weights", my_exposed, "%")
-
-# %%
-traced = {
-    f"{strategy}, {trained}": (run.samples["computing_ms"], run.samples["communicating_ms"])
-    for trained in ("lora", "full")
-    for strategy in ("ddp", "fsdp")
-    if (run := shown.one(**unet, trained=trained, strategy=strategy))
-}
-fig, ax = plt.subplots()
-plots.beside(ax, traced)
-ax.set_xlabel(f"ms of a step under the profiler, {count} x {shown[0].machine['gpu']}")
-plt.show()
 
 # %% [markdown]
-# The figure has one step of each. Compare patterns, not lengths: the profiler slows each row differently.
-#
-# - *ddp*: over all traced steps NCCL is alone for 34 % of the time with all weights, for 1 % with LoRA. In the step shown most of
-#   it comes before the first gradient; the trace doesn't say why. In the backward pass NCCL's kernels run far longer than the 12
-#   ms that sending takes. So never read a trace's NCCL time as network time.
-# - *fsdp*: it communicates through most of the step, to gather weights and to reduce-scatter gradients.
-#
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
 # saved 45 % of the peak with all weights, 4 % with LoRA. Its cost in time is open here: take it when memory is what you lack.
 
 # %% [markdown]
-# ## 4 · Which network is too slow?
+# ## 5 · Which network is too slow?
 #
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
@@ -470,7 +591,7 @@ plt.show()
 # **Takeaway.** Compute the bound before you rent. Clearly below 1/N, the network is excluded. Above, nothing is promised.
 
 # %% [markdown]
-# ## 5 · NCCL's variables, and the Docker command
+# ## 6 · NCCL's variables, and the Docker command
 #
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
@@ -498,7 +619,6 @@ with lab.attempt("What connects the GPUs", experiment="topology"):
 
 # %%
 settings = ("NCCL_DEBUG=INFO", "NCCL_P2P_DISABLE=1", "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1")
-settings += ("NCCL_SOCKET_IFNAME=lo", "NCCL_IB_DISABLE=1")
 trials: list[Run] = []
 with lab.attempt("NCCL's variables"):
     if device != "cuda":
@@ -530,7 +650,7 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # **Takeaway.** Forbid a transport only where it is broken.
 
 # %% [markdown]
-# ## 6 · A rank dies
+# ## 7 · A rank dies
 #
 # **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
@@ -694,5 +814,7 @@ print(check("11.4", my_result))
 
 
 # %%
-here = lab11_distributed.truths([*runs, *trials]) | {"steps that the checkpoint holds": begun}
+here = lab11_distributed.truths([*runs, *parts, *trials]) | {
+    "steps that the checkpoint holds": begun
+}
 lab.done(here, lab11_distributed.truths(lab.references()))

@@ -30,7 +30,7 @@ def case(name: str, workload: str, recipe, alone: bool = False, **changes) -> Ta
     """Of one recipe, so that each has the GPUs' memory for itself."""
     told = open_workload(workload, "small", device="cuda").opened_as()
     timed = Timed(name, "one" if alone else "all", recipe.but(**changes).as_dict())
-    return Task("train", name, told, timed=[asdict(timed)], steps=5, traced=3)
+    return Task("train", name, told, timed=[asdict(timed)], steps=5)
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,6 @@ def test_cut_weights_take_less_memory(name, measured):
         measured.runs[f"{name} {kind}"].metrics["peak_allocated_gb"] for kind in ("alone", "fsdp")
     )
     assert two < one
-
-
-@pytest.mark.parametrize("name", ["ddp", "full ddp", "fsdp", "qwen fsdp"])
-def test_communication_is_seen_in_the_trace(name, measured):
-    metrics = measured.runs[name].metrics
-    assert 0 < metrics["exposed_communication_share"] <= metrics["communication_share"] < 1
 
 
 @pytest.mark.parametrize(("name", "share"), [("ddp", "share"), ("full ddp", "full share")])

@@ -3,11 +3,9 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from traces import kernel, mark, op
 
 from labutils.profiling import ddp_model
-from labutils.profiling.collectives import Link, communication, nccl_transports, read_topology
-from labutils.profiling.trace import Trace
+from labutils.profiling.collectives import Link, nccl_transports, read_topology
 from labutils.results.records import Run
 
 MIB = 2**20
@@ -66,32 +64,6 @@ def test_what_is_exposed_is_what_a_simulation_finds(lead, sizes):
 
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-ON_GPU = [
-    mark("ProfilerStep#1", 0, 1000),
-    kernel("nvjet_hsh_128x256_64x4_TNT", 100, 500, 1),
-    kernel(ALL_REDUCE, 400, 600, 2, stream=20),  # 100 us hidden, 100 not
-    kernel(ALL_REDUCE, 700, 800, 3, stream=20),  # 50 us not: the optimizer runs beside the rest
-    kernel("multi_tensor_apply_kernel", 750, 900, 4),
-]
-ON_CPU = [
-    mark("ProfilerStep#1", 0, 1000),
-    op("aten::mm", 0, 300),
-    mark("gloo:all_reduce", 200, 500),
-    op("aten::_foreach_add_", 450, 700),
-]
-
-
-@pytest.mark.parametrize("events", [ON_GPU, ON_CPU], ids=["kernels", "gloo's marks"])
-def test_what_nothing_hides_is_exposed(events):
-    metrics, computing, talking = communication(Trace(events))
-    assert metrics["communication_share"] == pytest.approx(0.3)
-    assert metrics["exposed_communication_share"] == pytest.approx(0.15)
-    if events is ON_GPU:
-        assert computing == pytest.approx([0.1, 0.5, 0.75, 0.9])
-        assert talking == pytest.approx([0.4, 0.6, 0.7, 0.8])
-    assert communication(Trace(ON_CPU[:2]))[0]["communication_share"] == 0
-
-
 LOG = """
 node:1:9 [0] NCCL INFO Using network Socket
 node:1:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read

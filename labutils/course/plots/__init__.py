@@ -14,4 +14,4 @@ from labutils.course.plots.palette import FILLS, INK, MEMORY_FILLS, MIST, NAVY, 
 from labutils.course.plots.runs import frontier, ladder, sweep, utilisation
 from labutils.course.plots.scores import MOST_OFF, calibration
 from labutils.course.plots.series import curves, grouped, over_decoding, panels
-from labutils.course.plots.traces import beside, breakdown, timeline, typical
+from labutils.course.plots.traces import breakdown, timeline, typical

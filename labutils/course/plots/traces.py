@@ -124,22 +124,3 @@ def breakdown(ax: Axes, bars: Mapping[str, Mapping[str, float]], unit: str = "ms
     ax.set(xlim=(0, (1 if unit == "%" else 1.16) * longest), xlabel=unit)
     layout.fill_legend(ax, fills)
     return ax
-
-
-def beside(ax: Axes, steps: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> Axes:
-    """Two bands a step: when it computed, and below when it communicated.
-
-    steps: name -> (start, end, start, end, ... in ms) twice. What of the lower band has nothing
-    above it is exposed.
-    """
-    layout.make_room(ax, 1.6 * len(steps), per_row=0.42)
-    fills = dict(zip(("computing", "communicating"), FILLS, strict=False))
-    for row, bands in enumerate(steps.values()):
-        for shift, times, fill in zip((-0.2, 0.2), bands, fills.values(), strict=True):
-            spans = [(s, end - s) for s, end in zip(times[::2], times[1::2], strict=True)]
-            ax.broken_barh(spans, (row + shift - 0.18, 0.36), **layout.look(fill))
-    layout.rows(ax, list(steps))
-    ax.set_xlim(left=0)
-    ax.set_xlabel("ms from the beginning of the step")
-    layout.fill_legend(ax, fills)
-    return ax
