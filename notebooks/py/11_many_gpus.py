@@ -18,8 +18,8 @@
 # %% [markdown]
 # # Lab 11 · Many GPUs
 #
-# Article A4 has advice on distributed training, and no measurement. Here you work out the least that a step on several GPUs
-# takes, and measure what it really takes. A *rank* is one of the processes that train together, one a GPU.
+# Article A4 has advice on distributed training, and no measurement. Here you compute the least that a step on several GPUs takes,
+# and measure what it takes. A *rank* is one of the processes that train together, one a GPU.
 #
 # **After this lab you can**
 # - write a DDP script, start it with `torchrun`, and prove that it computes what one process does;
@@ -35,7 +35,7 @@
 # | `full` | two GPUs of 80 GB or more | 6 minutes |
 #
 # **Without two GPUs** run it at `tiny`, which shows that two processes compute what one does. It can't show speed: you see our
-# two H100s' tables instead.
+# two H200s' tables instead.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: tiny without two GPUs
@@ -91,8 +91,7 @@ torchrun = partial(lab11_distributed.torchrun, Path(place.name), ranks=count, de
 # **Technique.** `torchrun` starts the script N times and tells each process its number. The ranks meet in a *process group*: over
 # NCCL between GPUs, over gloo between CPUs. In an *all-reduce* each rank brings a tensor, and each gets the sum. It has two
 # halves: each rank first gets $1/N$ of the sum (*reduce-scatter*), then all exchange these (*all-gather*). In a ring each half
-# sends $(N-1)/N$ of the message over each link: with two ranks half the message, then the other half. The bytes of both over the
-# time are the *bus bandwidth*.
+# sends $(N-1)/N$ of the message over each link. The bytes of both over the time are the *bus bandwidth*.
 
 
 # %%
@@ -194,8 +193,7 @@ print(f"DDP on {count} ranks: the weights of one process")
 # From 1 KiB to 128 KiB a message takes hardly longer: that is mostly starting, the *latency*.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, split the batch, start with `torchrun`. A real script also needs a
-# `DistributedSampler` with `set_epoch`, a seed of its own on each rank for noise and dropout, and logs and checkpoints from rank
-# 0 only.
+# `DistributedSampler` with `set_epoch`, a seed of its own on each rank, and logs and checkpoints from rank 0 only.
 
 # %% [markdown]
 # ## 2 · The least that a step takes
@@ -250,7 +248,7 @@ lab.predict("efficiency of DDP for LoRA", my_efficiency, "%")
 
 # %%
 runs: list[Run] = []
-known = shown = lab.references()  # our H100s' record, for pictures where there are no two GPUs
+known = shown = lab.references()  # our H200s' record, for pictures where there are no two GPUs
 with lab.attempt("Training on several ranks", experiment="all-reduce"):
     lab11_distributed.measured(lab, device, count, steps, into=runs)
     known = Runs(runs)
@@ -273,23 +271,20 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# The largest message, 256 MiB, reached 297 GB/s: the answer to section 1. At that rate the UNet's 3.44 GB take 12 ms. All but 0.1
-# ms can hide behind the backward pass. So on NVLink the bound is one process's step: it says nothing of what DDP took here. It
-# decides in section 4, where links are slow.
+# The largest message, 256 MiB, reached 299 GB/s: the answer to section 1. At that rate the UNet's 3.44 GB take 12 ms. All but 0.1
+# ms can hide behind the backward pass. So on NVLink the bound is one process's step. Slow links come in section 5.
 #
-# With LoRA DDP took 2 ms more than *each for itself*: efficiency 99.5 %. With all weights it took 39 ms more, by rounds 24 with
-# an interval of 9 to 72: efficiency 77.7 %. We didn't find where these go. Nor are they sure: one process's rate, measured again,
-# differed by up to 14 %. The machine is unsteady, no time decides. On two H200s elsewhere, the column *ours*, the rate grew by 80
-# and 28 %: efficiencies of 90 and 64 %.
+# DDP needs a little more: with LoRA 8 ms more than *each for itself*, efficiency 96 %; with all weights 11 ms more, 97 %. LoRA's
+# gain *pays here* by the rule. With all weights no time decides: one process, measured again, differed by up to 8 %. Two other
+# machines, with 8 images a rank, reached 78 and 64 %.
 #
-# **Takeaway.** One GPU's step and the link's rate give the least time only. What DDP adds is *DDP* minus *each for itself*:
-# measure it, on a steady machine.
+# **Takeaway.** One GPU's step and the link's rate give the least time. What DDP adds is *DDP* minus *each for itself*.
 
 # %% [markdown]
 # ## 3 · Take DDP apart
 #
 # **Question.** DDP takes longer than *each for itself*. Does the time go into waiting for the other rank, into messages, or into
-# copies?
+# copies? And why so much longer with few images?
 #
 # **Technique.** Change one thing at a time, in your own script. It trains all weights of the UNet.
 
@@ -435,6 +430,27 @@ ax.set_xlabel("ms of a step, a mark a round: circles with 8 images, squares with
 plt.show()
 
 # %% [markdown]
+# **With 24 images** the GPU computes for 252 of 269 ms: it sets the pace. The differences, round by round:
+#
+# | change | adds, ms | by rounds |
+# |---|---|---|
+# | *each for itself*, measured again | −4 | −11 to 0 |
+# | *one number a step* | −1 | −9 to 8 |
+# | *DDP* | 11 | 7 to 24 |
+# | *bucket views* in place of DDP | −5 | −27 to 1 |
+# | *one bucket* in place of that | 7 | 5 to 10 |
+#
+# So waiting costs nothing that shows. Sending takes 15 ms, and DDP hides it: *one bucket*, which hides nothing, takes longer.
+# DDP's own time is in *computing*: kernels take 9 to 13 ms longer. Copies into buckets are among them, and NCCL's kernels share
+# the GPU.
+#
+# **With 8 images** DDP added 42 ms, by rounds 29 to 78. Here the GPU computes for 106 of 208 ms: the host sets the pace, and DDP
+# gives it more to launch. In rank 1's trace NCCL's kernels take 215 ms, sending 13.5: the rest is waiting for rank 0.
+#
+# **Takeaway.** A long NCCL kernel isn't a slow link: compare ranks. Give each GPU enough to do, by more images or by lab 04's
+# means. Then DDP costs little.
+
+# %% [markdown]
 # ## 4 · Send once, hold a share
 #
 # **Question.** DDP sends all gradients in each micro-batch's backward pass, and holds the whole model on each GPU. What is gained
@@ -509,8 +525,8 @@ print(f"FSDP: DDP's weights, and rank 0 holds {held / 1e6:.2f} of {in_all / 1e6:
 # hence one message of 4.20 MB. DDP decides in the forward pass whether to send, so `no_sync` encloses it, too.
 #
 # **Prediction.** Training all weights with Adam, DDP holds 20 bytes a parameter: 4 each for weights, gradients, the buckets and
-# Adam's two averages. FSDP, without buckets, holds $16/N$. The UNet has 0.86 billion parameters, and DDP's peak on an H100 is 29.1 GB.
-# What is FSDP's on two?
+# Adam's two averages. FSDP, without buckets, holds $16/N$. The UNet has 0.86 billion parameters, and with 24 images DDP's peak on
+# an H200 is 49.2 GB. What is FSDP's on two?
 
 # %%
 my_peak: float | None = None  # in GB
@@ -525,19 +541,17 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# **Memory.** Expected: 29.1 − (20 − 16/2) · 0.86 = 18.8 GB. Measured: 15.9. We didn't look for why it is less.
+# **Memory.** Expected: 49.2 − (20 − 16/2) · 0.86 = 38.9 GB. Measured: 35.9. One process's peak, 44.5 GB, explains it better: half
+# of its state goes, 8 · 0.86 = 6.9, and the BF16 copies of all weights, 2 · 0.86 = 1.7, which autocast keeps and FSDP drops layer
+# by layer. That makes 35.9.
 #
-# **Time.** In *gradients*, – is one micro-batch, else four. *Sync each*, measured twice, took 706 and 664 ms, *no_sync* 578: no
-# more than four steps of one process, 4 × 145. FSDP took 27 % longer than DDP with all weights, 16 % with LoRA. The machine is
-# unsteady: no time decides. Messages and memory do.
-#
-# **What does a trace show?** NCCL's kernel also runs while it waits for the other rank. *NCCL alone* is all time in which that
-# kernel runs and nothing computes: sending, waiting and the profiler's delay together. It is neither section 2's *exposed* nor
-# DDP's cost. The next cell calls it *exposed*, too.
+# **Time.** FSDP took 11 % longer than DDP with all weights, 13 % with LoRA. In *gradients*, – is one micro-batch of 24 images,
+# else four of 8. *Sync each*, measured twice, took 789 and 834 ms, *no_sync* 673. With 8 images the host sets the pace, and its
+# times are unsteady: trust the messages counted above.
 
 # %% [markdown]
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
-# saved 45 % of the peak with all weights, 4 % with LoRA. Its cost in time is open here: take it when memory is what you lack.
+# saved 27 % of the peak with all weights, 2 % with LoRA, for 11 to 13 % more time: take it when memory is what you lack.
 
 # %% [markdown]
 # ## 5 · Which network is too slow?
@@ -545,9 +559,9 @@ lab.verdict("A4.memory.fsdp")
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
 # **Technique.** A step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step. For the UNet
-# with all weights it is 3.44 GB / 0.145 s, 23.7 GB/s. Two ranks' efficiency is at most the link's rate / $R$. 100 GbE carries
-# 12.5 GB/s: at most 53 %; 25 GbE, at most 13 %. Below 50 %, two GPUs lose to one: that network is *excluded*. The code uses
-# section 2's sharper bound: gradients come only in the backward pass.
+# with all weights it is 3.44 GB / 0.267 s, 12.9 GB/s. Two ranks' efficiency is at most the link's rate / $R$. 40 GbE carries 5
+# GB/s: at most 39 %; 25 GbE, at most 24 %. Below 50 %, two GPUs lose to one: that network is *excluded*. The code uses section
+# 2's sharper bound: gradients come only in the backward pass.
 
 # %%
 networks = {"1 GbE": 0.125, "10 GbE": 1.25, "100 GbE": 12.5, "400G InfiniBand": 50, "NVLink": 450}
@@ -572,21 +586,17 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Look where each line falls below 50 %. The UNet with LoRA never does, Qwen3 with LoRA only on 1 GbE, at 43 %. The UNet with all
-# weights (*full*) clearly does on 1 and 10 GbE, and barely on 100 GbE, at 44 %. Other ways to train all weights, with `[size / 2
-# for size in sizes]`, or with `4 * one.metric("step_ms")` in both places:
+# The UNet with LoRA never falls below 50 %, Qwen3 with LoRA only on 1 GbE, to 40 %. The UNet with all weights (*full*) does on 1
+# and 10 GbE, not on 100 GbE, where it has 62 %. Other ways to train all weights, with `[size / 2 for size in sizes]`, or with `4
+# * one.metric("step_ms")` in both places:
 #
 # | UNet, all weights, at most | 40 GbE | 100 GbE |
 # |---|---|---|
-# | float32, one micro-batch | 20 % | 44 % |
-# | BF16 gradients | 36 % | 70 % |
-# | four micro-batches, `no_sync` | 49 % | 76 % |
+# | float32, one micro-batch | 32 % | 62 % |
+# | BF16 gradients | 54 % | 87 % |
+# | four micro-batches, `no_sync` | 65 % | 87 % |
 #
-# If one process's rate is really 14 % lower, within its noise, the 44 becomes 49, and the 49 54. So the 44 is barely excluded,
-# and the 49 is undecided.
-#
-# For N ranks, one a host, divide rate / $R$ by 2(N − 1)/N, and exclude below 1/N. N times the bound is how many GPUs' work you
-# get at most: eight hosts on 100 GbE do 2.4, not excluded and a bad purchase.
+# For N ranks, one a host, divide rate / $R$ by 2(N − 1)/N, and exclude below 1/N.
 #
 # **Takeaway.** Compute the bound before you rent. Clearly below 1/N, the network is excluded. Above, nothing is promised.
 
@@ -595,12 +605,11 @@ plt.show()
 #
 # **Question.** What do the article's `export NCCL_...` lines change?
 #
-# **Technique.** Some diagnose: `NCCL_DEBUG=INFO` only writes a log, so its row is the base. Others work around a transport that
-# is broken. `nvidia-smi topo -m` says what connects the GPUs: *NV18* are 18 NVLinks. The column *way* is what NCCL chose: P2P
-# between GPUs, SHM through the host's memory, or a socket.
+# **Technique.** `NCCL_DEBUG=INFO` only writes a log, so its row is the base. Others work around a transport that is broken.
+# `nvidia-smi topo -m` says what connects the GPUs: *NV18* are 18 NVLinks. *Way* is what NCCL chose: P2P between GPUs, SHM through
+# the host's memory, or a socket.
 #
-# **Prediction.** `NCCL_P2P_DISABLE=1` forbids GPUs to write to each other's memory. How many times as long does a message of 64 MiB
-# take?
+# **Prediction.** `NCCL_P2P_DISABLE=1` forbids GPUs to write to each other's memory. How many times as long do 64 MiB take?
 
 # %%
 my_slower: float | None = None  # for example 3
@@ -634,28 +643,27 @@ lab.show(trials, columns, experiment="nccl")
 lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.topology")
 
 # %% [markdown]
-# On this host none of these variables clearly sped a message up. Without P2P 64 MiB took 10 times as long; over a socket, without
-# SHM too, 64 times.
+# Without P2P 64 MiB took 10 times as long; over a socket, without SHM too, 85 times.
 #
-# The article's `NCCL_SOCKET_IFNAME=eth0` is right where that interface reaches the other hosts, untested here.
-# `NCCL_IB_DISABLE=1` forbids InfiniBand and RoCE, for a device that doesn't work.
+# The article's `NCCL_SOCKET_IFNAME=eth0` names the interface that reaches the other hosts. `NCCL_IB_DISABLE=1` forbids InfiniBand
+# and RoCE, for a device that doesn't work. Both are untested here.
 #
-# Of the article's Docker flags, `--gpus all` shows the GPUs. `--shm-size=1g` is for data loaders, and for NCCL without P2P.
-# `--ulimit memlock=-1` lets InfiniBand register its buffers.
+# Of the article's Docker flags, `--gpus all` shows the GPUs. `--shm-size=1g` is for data loaders and NCCL without P2P, `--ulimit
+# memlock=-1` for InfiniBand's buffers.
 #
 # The article starts two hosts with 4 processes each by
 # `torchrun --nnodes=2 --nproc-per-node=4 --node_rank=0 --master_addr=master --master_port=29500 train.py`, on the second with
 # `--node_rank=1`. Both must reach that port, for example by `--network=host`.
 #
-# **Takeaway.** Forbid a transport only where it is broken.
+# **Takeaway.** Forbid only a transport that is broken.
 
 # %% [markdown]
 # ## 7 · A rank dies
 #
 # **Question.** One of the processes is killed as a step begins. What is left, and can the others go on?
 #
-# **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. This lab's
-# stores nothing of the ranks. The kill below hits rank 1, which writes nothing: a kill while writing isn't tested.
+# **Technique.** A checkpoint must be whole at any moment: it is written beside the old one, then moved into its place. The kill
+# below hits rank 1, which writes nothing: a kill while writing isn't tested.
 
 
 # %%
@@ -731,7 +739,7 @@ print(f"One process went on from step {begun}, to the weights that nothing had h
 # checkpoint.save({"network": weights, "optimizer": moments}, checkpoint_id="a new folder")
 # ```
 #
-# To load, `checkpoint.load` fills such a dict, and `set_state_dict` takes it.
+# To load: `checkpoint.load` fills such a dict, `set_state_dict` takes it.
 #
 # **Takeaway.** Plan for a rank to die. If a checkpoint stores nothing of the ranks, any number of ranks that divides the batch
 # can go on.
@@ -739,7 +747,7 @@ print(f"One process went on from step {begun}, to the weights that nothing had h
 # %% [markdown]
 # ## Exercises
 #
-# The easiest first. Each cell checks itself. `lab.solution("11.1")` shows how the first can be solved.
+# Each cell checks itself. `lab.solution("11.1")` solves the first.
 
 # %%
 from labutils.course.exercises import check
