@@ -34,8 +34,7 @@
 # | `small` | two GPUs of 24 GB or more | 5 minutes |
 # | `full` | two GPUs of 80 GB or more | 6 minutes |
 #
-# **Without two GPUs** run it at `tiny`, which shows that two processes compute what one does. It can't show speed: you see our
-# two H200s' tables instead.
+# **Without two GPUs** run it at `tiny`: two processes compute what one does. For speed you see our two H200s' tables.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (two processes on any CPU), small and full (two GPUs or more), auto: tiny without two GPUs
@@ -193,7 +192,7 @@ print(f"DDP on {count} ranks: the weights of one process")
 # From 1 KiB to 128 KiB a message takes hardly longer: that is mostly starting, the *latency*.
 #
 # **Takeaway.** DDP's core is four things: join, wrap, split the batch, start with `torchrun`. A real script also needs a
-# `DistributedSampler` with `set_epoch`, a seed of its own on each rank, and logs and checkpoints from rank 0 only.
+# `DistributedSampler` with `set_epoch`, a seed on each rank, and logs and checkpoints from rank 0.
 
 # %% [markdown]
 # ## 2 · The least that a step takes
@@ -271,12 +270,11 @@ lab.show(runs, lab11_distributed.against_prediction, experiment=both)
 lab.verdict("A4.network.nccl", "A4.network.torchrun")
 
 # %% [markdown]
-# The largest message, 256 MiB, reached 299 GB/s: the answer to section 1. At that rate the UNet's 3.44 GB take 12 ms. All but 0.1
-# ms can hide behind the backward pass. So on NVLink the bound is one process's step. Slow links come in section 5.
+# The largest message, 256 MiB, reached 299 GB/s of NVLink's 450: the answer to section 1. At that rate the UNet's 3.44 GB take 12
+# ms. All but 0.1 ms can hide behind the backward pass. So on NVLink the bound is one process's step.
 #
 # DDP needs a little more: with LoRA 8 ms more than *each for itself*, efficiency 96 %; with all weights 11 ms more, 97 %. LoRA's
-# gain *pays here* by the rule. With all weights no time decides: one process, measured again, differed by up to 8 %. Two other
-# machines, with 8 images a rank, reached 78 and 64 %.
+# gain *pays here* by the rule. With all weights no time decides: one process, measured again, differed by up to 8 %.
 #
 # **Takeaway.** One GPU's step and the link's rate give the least time. What DDP adds is *DDP* minus *each for itself*.
 
@@ -284,9 +282,10 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # ## 3 · Take DDP apart
 #
 # **Question.** DDP takes longer than *each for itself*. Does the time go into waiting for the other rank, into messages, or into
-# copies? And why so much longer with few images?
+# copies? And why more with few images?
 #
-# **Technique.** Change one thing at a time, in your own script. It trains all weights of the UNet.
+# **Technique.** Change one thing at a time, in your own script. It trains all weights of the UNet. Three DDPs wrap the same one:
+# those that didn't run the forward pass send nothing.
 
 
 # %%
@@ -440,15 +439,16 @@ plt.show()
 # | *bucket views* in place of DDP | −5 | −27 to 1 |
 # | *one bucket* in place of that | 7 | 5 to 10 |
 #
-# So waiting costs nothing that shows. Sending takes 15 ms, and DDP hides it: *one bucket*, which hides nothing, takes longer.
-# DDP's own time is in *computing*: kernels take 9 to 13 ms longer. Copies into buckets are among them, and NCCL's kernels share
-# the GPU.
+# *Each for itself* differs from itself by as much as *one number* does. So of DDP's 11 ms none is surely waiting: rank 1's NCCL
+# kernels do wait 24 ms, 39.5 − 15.2, but beside its computing. *One bucket* hides nothing and costs 7 ms, not 15: hidden sending
+# isn't free. The column *computing* shows it: kernels take 9 to 13 ms longer with DDP. Copies are among them, and NCCL's kernels
+# share the GPU; we didn't tell these apart.
 #
-# **With 8 images** DDP added 42 ms, by rounds 29 to 78. Here the GPU computes for 106 of 208 ms: the host sets the pace, and DDP
-# gives it more to launch. In rank 1's trace NCCL's kernels take 215 ms, sending 13.5: the rest is waiting for rank 0.
+# **With 8 images** DDP added 42 ms, the median of the rounds' 29 to 78. Here the GPU computes for 106 of 208 ms: the host sets
+# the pace. In rank 1's trace NCCL's kernels take 215 ms, sending 13.5: the rest is waiting for rank 0.
 #
-# **Takeaway.** A long NCCL kernel isn't a slow link: compare ranks. Give each GPU enough to do, by more images or by lab 04's
-# means. Then DDP costs little.
+# **Takeaway.** A long NCCL kernel isn't a slow link: compare ranks. With 24 images DDP cost 4 %, with 8 some 20 %: give each GPU
+# enough to do.
 
 # %% [markdown]
 # ## 4 · Send once, hold a share
@@ -541,27 +541,25 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# **Memory.** Expected: 49.2 − (20 − 16/2) · 0.86 = 38.9 GB. Measured: 35.9. One process's peak, 44.5 GB, explains it better: half
-# of its state goes, 8 · 0.86 = 6.9, and the BF16 copies of all weights, 2 · 0.86 = 1.7, which autocast keeps and FSDP drops layer
-# by layer. That makes 35.9.
+# **Memory.** Expected: 49.2 − (20 − 16/2) · 0.86 = 38.9 GB. Measured: 35.9. One process's peak is 44.5 GB, not in the table. Half
+# its state, 6.9, and 1.7 of BF16 copies, which autocast may keep, would make 35.9: a guess that fits, not a measurement.
 #
-# **Time.** FSDP took 11 % longer than DDP with all weights, 13 % with LoRA. In *gradients*, – is one micro-batch of 24 images,
-# else four of 8. *Sync each*, measured twice, took 789 and 834 ms, *no_sync* 673. With 8 images the host sets the pace, and its
-# times are unsteady: trust the messages counted above.
+# **Time.** FSDP took 31 ms longer than DDP with all weights, 40 with LoRA, on a machine with up to 8 % noise. The last three rows
+# are four micro-batches of 8 images: don't compare them with 277. *Sync each* differs by 45 ms from itself: trust the messages
+# counted above.
 
 # %% [markdown]
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
-# saved 27 % of the peak with all weights, 2 % with LoRA, for 11 to 13 % more time: take it when memory is what you lack.
+# saved 27 % of the peak with all weights, 2 % with LoRA, for roughly a tenth more time: take it when memory is what you lack.
 
 # %% [markdown]
 # ## 5 · Which network is too slow?
 #
 # **Question.** For large models the article recommends 25, 40 or 100 GbE, or InfiniBand. Which training needs which?
 #
-# **Technique.** A step can't be shorter than its sending. Let $R$ be the gradients' bytes over one process's step. For the UNet
-# with all weights it is 3.44 GB / 0.267 s, 12.9 GB/s. Two ranks' efficiency is at most the link's rate / $R$. 40 GbE carries 5
-# GB/s: at most 39 %; 25 GbE, at most 24 %. Below 50 %, two GPUs lose to one: that network is *excluded*. The code uses section
-# 2's sharper bound: gradients come only in the backward pass.
+# **Technique.** Over 40 GbE, 5 GB/s, the UNet's 3.44 GB take 688 ms; one process's step takes 267. So two ranks' efficiency is at
+# most 267 / 688 = 39 %. Gradients come only in the backward pass, so the code's bound is lower: 32 %. Below 50 %, two GPUs lose
+# to one: that network is *excluded*. All this is arithmetic on measured steps; we trained over no slow link.
 
 # %%
 networks = {"1 GbE": 0.125, "10 GbE": 1.25, "100 GbE": 12.5, "400G InfiniBand": 50, "NVLink": 450}
@@ -590,13 +588,13 @@ plt.show()
 # and 10 GbE, not on 100 GbE, where it has 62 %. Other ways to train all weights, with `[size / 2 for size in sizes]`, or with `4
 # * one.metric("step_ms")` in both places:
 #
-# | UNet, all weights, at most | 40 GbE | 100 GbE |
-# |---|---|---|
-# | float32, one micro-batch | 32 % | 62 % |
-# | BF16 gradients | 54 % | 87 % |
-# | four micro-batches, `no_sync` | 65 % | 87 % |
+# | UNet, all weights, at most | 25 GbE | 40 GbE | 100 GbE |
+# |---|---|---|---|
+# | float32, one micro-batch | 22 % | 32 % | 62 % |
+# | BF16 gradients | 38 % | 54 % | 87 % |
+# | four micro-batches, `no_sync` | 52 % | 65 % | 87 % |
 #
-# For N ranks, one a host, divide rate / $R$ by 2(N − 1)/N, and exclude below 1/N.
+# For N ranks, one a host, multiply the sending time by 2(N − 1)/N, and exclude below 1/N.
 #
 # **Takeaway.** Compute the bound before you rent. Clearly below 1/N, the network is excluded. Above, nothing is promised.
 
@@ -648,8 +646,8 @@ lab.verdict("A4.network.interface", "A4.network.no-infiniband", "A4.diagnosis.to
 # The article's `NCCL_SOCKET_IFNAME=eth0` names the interface that reaches the other hosts. `NCCL_IB_DISABLE=1` forbids InfiniBand
 # and RoCE, for a device that doesn't work. Both are untested here.
 #
-# Of the article's Docker flags, `--gpus all` shows the GPUs. `--shm-size=1g` is for data loaders and NCCL without P2P, `--ulimit
-# memlock=-1` for InfiniBand's buffers.
+# Of the article's Docker flags, `--gpus all` shows the GPUs, `--shm-size=1g` is for data loaders and NCCL without P2P, `--ulimit
+# memlock=-1` for InfiniBand.
 #
 # The article starts two hosts with 4 processes each by
 # `torchrun --nnodes=2 --nproc-per-node=4 --node_rank=0 --master_addr=master --master_port=29500 train.py`, on the second with

@@ -5,7 +5,7 @@
 print(check("12.1", "inconclusive"))
 
 # %% 12.2
-print(check("12.2", (2, 0.8)))
+print(check("12.2", (1 / 0.5, 1 / (0.5 * 0.7))))
 
 
 # %% 12.3
