@@ -67,7 +67,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from PIL import Image
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import (
+    CLIPVisionConfig,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 # %%
 from labutils.course import plots
@@ -240,8 +246,10 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # - *bf16*: weights in 16 bits.
 # - *fp8-te*: Transformer Engine's FP8 in Mistral's frozen layers; weights stay in 16 bits.
 # - *compile*: blocks compiled one by one; the article compiles the model.
-# - *fixed*: *compile* on *fixed* batches. A CPU takes *eager-fixed*, and *fp8-frozen* (section 7).
+# - *fixed*: *compile* on *fixed* batches.
 # - *qlora*: weights in 4 bits, with scales 0.516 bytes (lab 07).
+#
+# Two are ours: *eager-fixed* isn't compiled (section 5), *fp8-frozen* holds FP8 weights once (section 7).
 #
 # Memory is a line over the batch: the weights, and an amount for each example. For QLoRA PEFT turns norms and embeddings into
 # float32. So a number that flows from block to block takes four bytes, not two.
@@ -273,7 +281,7 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
 if wrong := sorted(set(more.split()) - set(lab06_anyres.METHODS)):
     raise ValueError(f"more has {wrong}, but it takes some of: {' '.join(lab06_anyres.METHODS)}")
-names = tuple(dict.fromkeys((*METHODS, *more.split())))
+names = tuple(dict.fromkeys((*METHODS, "eager-fixed", "fp8-frozen", *more.split())))
 if not on_gpu:
     names = ("bf16", "qlora", "eager-fixed", "fp8-frozen")
 cells = {}
@@ -370,14 +378,14 @@ ax.set(yticks=(0.4, 1.4), yticklabels=("compiler", "steps"), xlabel="ms, by defa
 plt.show()
 
 # %% [markdown]
-# With exact sizes each new length is compiled anew. By default only the second length is: the new code takes any length. Each
-# counts twice: the first block's input has no gradient, so it gets code of its own.
+# With exact sizes each new length is compiled anew. By default only the second length is, in step 3: the new code takes any
+# length. Each counts twice: the first block's input has no gradient, so it gets code of its own.
 #
 # Reading a number off the device splits the code: a *graph break*. The published model counts image tokens on the device, to
 # check them. A collator can say beforehand which image token belongs where, and check on the CPU.
 
 # %%
-IMAGE = 7
+IMAGE = processor.image_token_id
 
 
 def by_mask(ids, text, image):  # the published model, in short
@@ -397,7 +405,7 @@ def by_place(places, text, image):
 
 
 # %%
-ids = torch.tensor([1, 7, 7, 7, 5, 6, 2])
+ids = torch.tensor([1, IMAGE, IMAGE, IMAGE, 5, 6, 2])
 text, image = torch.randn(7, 4, device=lab.device), torch.randn(3, 4, device=lab.device)
 ways = {by_mask: ids.to(lab.device), by_place: places_of(ids).to(lab.device)}
 for merge, where in ways.items():
@@ -416,7 +424,8 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Only the tracer, Dynamo, runs, on the smallest model. *blocks* has varied images, places from the collator, and compiled blocks.
+# Only the tracer, Dynamo, runs, on the smallest model. *places* come from the collator; only in the last case are blocks compiled
+# one by one.
 
 # %%
 small = {
@@ -424,7 +433,9 @@ small = {
 }
 apart = A2_BASE.but(layers="rewritten", compile_scope="blocks")  # places from the collator
 cases = {"uniform": (A2_BASE, {"images": "uniform"}), "varied": (A2_BASE, {"images": "varied"})}
-cases |= {"blocks": (apart, {"images": "varied", "scope": "blocks"})}
+whole = apart.but(compile_scope="model")
+cases |= {"varied, places": (whole, {"images": "varied", "scope": "model"})}
+cases |= {"varied, places, blocks": (apart, {"images": "varied", "scope": "blocks"})}
 counted = {}
 for name, (recipe, tags) in cases.items():
     images = small["llava-lora" if tags["images"] == "uniform" else "llava-lora-varied"]
@@ -435,12 +446,14 @@ for name, (recipe, tags) in cases.items():
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# Varying images make the compiler start over: 19 times in six steps, against 11 with images of one size. The article's images
-# have one size, so there they didn't. *uniform*'s 8 in step 2 come from an answer that is a token longer: with text padded, only
-# step 1's 3 stay (not shown). In your script `TORCH_LOGS=recompiles` prints each, with the guard that failed.
+# Varying images make the compiler start over: 19 times in six steps, against 11 with images of one size. *uniform*'s 8 in step 2
+# come from an answer that is a token longer. The article's images have one size: there only answers could do it, and only until
+# step 2. That delays the start, not each step. In your script `TORCH_LOGS=recompiles` prints each, with the guard that failed.
 #
-# **Takeaway.** On varied images with places from the collator and compiled blocks, nothing was compiled from step 3 on. Which of
-# the two did it is open.
+# With places from the collator, nothing is compiled from step 3 on, whether the model is compiled as a whole or by blocks. So the
+# places do it.
+#
+# **Takeaway.** Have the collator compute where image tokens go. Then one compiled model takes any image.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
@@ -478,6 +491,7 @@ my_sum: float | None = None  # in percent
 
 lab.predict("compiling and fewer FLOPs", my_sum, "%")
 
+
 # %%
 def sums(found):
     """The article's sums, and those of the cells of these runs."""
@@ -498,6 +512,12 @@ def sums(found):
 
 seen = cells.values() if on_gpu else lab.references(experiment="methods")
 lab.table(sums(Runs([*seen, *on_record])))
+four = ("bf16", "eager-fixed", "compile", "fixed")
+four = [Runs(seen).one(method=name, batch=4, again=False) for name in four]
+if all(four):
+    eager, eager_fixed, compiled, fixed = (run.metric("step_ms") for run in four)
+    print(f"Small inputs shorten the step by {1 - eager_fixed / eager:.0%} in eager mode,", end=" ")
+    print(f"by {1 - fixed / compiled:.0%} compiled. FLOPs say {1 - share:.0%}.")
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
@@ -569,19 +589,37 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
-# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal. A batch, packed:
+# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal.
 #
-# ```python
-# batch = collate(leaves)
-# keep = batch["attention_mask"].bool()
-# lengths = keep.sum(1).tolist()
-# ids, labels = batch["input_ids"][keep][None], batch["labels"][keep][None]
-# position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
-# ```
-#
-# The model gets these, `pixel_values`, `image_sizes`, `use_cache=False` and no mask: transformers 5 then finds the boundaries
-# where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
-#
+# **A batch, packed for the real model,** with section 4's places in place of the model's own check. It gets no mask: transformers
+# 5 finds the boundaries where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
+
+# %%
+batch = collate(leaves)
+keep = batch["attention_mask"].bool()
+lengths = keep.sum(1).tolist()
+ids, labels = batch["input_ids"][keep][None], batch["labels"][keep][None]
+position_ids = torch.cat([torch.arange(n) for n in lengths])[None]  # each starts anew
+
+tiny_ones = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+tiny_ones |= {"num_attention_heads": 2}
+reads = MistralConfig(**tiny_ones, num_key_value_heads=2, vocab_size=len(processor.tokenizer) + 1)
+sees = CLIPVisionConfig(**tiny_ones, image_size=TILE, patch_size=14)
+grids = processor.image_processor.image_grid_pinpoints
+known = {"image_token_id": processor.image_token_id, "image_grid_pinpoints": grids}
+known |= {"vision_config": sees, "text_config": reads}
+llava = LlavaNextForConditionalGeneration(LlavaNextConfig(**known)).eval()
+images = {name: batch[name] for name in ("pixel_values", "image_sizes")}
+with torch.no_grad():
+    padded = llava(batch["input_ids"], attention_mask=batch["attention_mask"], **images).logits
+    features = torch.cat(llava.get_image_features(**images, return_dict=True).pooler_output)
+    embedded = by_place(places_of(ids[0]), llava.get_input_embeddings()(ids[0]), features)
+    packed = {"inputs_embeds": embedded[None], "position_ids": position_ids}
+    packed = llava(**packed, use_cache=False).logits
+torch.testing.assert_close(packed[0], padded[keep])
+print(f"{tuple(ids.shape)}, packed: the logits of {tuple(batch['input_ids'].shape)}, padded")
+
+# %% [markdown]
 # **Optional: memory of the loss.** Logits are 32,064 numbers a token. Computed in chunks, and each chunk again in the backward
 # pass, they never exist all at once.
 
@@ -792,9 +830,13 @@ for name, make in makes.items():
         at_rest = held(model) - empty
         around = in_fp8 if "before" in make else contextlib.nullcontext
         step = stepper(model, around, dropping="dropped" in name)
-        losses = [step() for _ in range(20)]
+        losses = [step() for _ in range(19)]
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        losses.append(step())
         found = {"bytes_a_parameter": at_rest / count, "loss_drop": losses[0] - losses[-1]}
         found |= {"bytes_a_parameter_after": (held(model) - empty) / count}
+        found |= {"peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9} if on_gpu else {}
         steps[name], by_layer[name] = step, Run("06", name, tags=tags, metrics=found)
 
 # %%
@@ -808,7 +850,8 @@ for turn in range(2 if tiny else 8):
 for name, run in by_layer.items():
     run.samples = {"step_ms": ms[name], "round": list(range(len(ms[name])))}
     run.metrics["step_ms"] = summarise(ms[name])
-columns = ("bytes_a_parameter", "bytes_a_parameter_after", "step_ms", "speed-up", "loss_drop")
+columns = ("bytes_a_parameter", "bytes_a_parameter_after", "peak_allocated_gb", "step_ms")
+columns += ("speed-up", "loss_drop")
 lab.show(lab.keep(by_layer), columns, experiment="fp8 weights")
 lab.verdict("A2.left.fp8-once")
 steps = model = None

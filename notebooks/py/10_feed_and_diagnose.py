@@ -74,7 +74,6 @@ from labutils.results.records import Run, reference_runs, summarise
 from labutils.tools import ablations
 from labutils.tools.diagnose import diagnose, report
 from labutils.tools.diagnose.script import Stages, watch
-from labutils.training import try_isolated
 
 # %%
 plots.use_style()
@@ -281,8 +280,22 @@ for r in (160, 40, 4):
     print(f"r = {r}, c = 100: {[step_ms(r, 100, workers) for workers in (0, 1, 2, 4)]} ms")
 
 # %% [markdown]
+# A worker has one PyTorch thread, the loop as many as there are cores. So $r$ needn't be the same in both:
+
+# %%
+dataset, threads = FormDataset(files, sd), torch.get_num_threads()
+for many in (threads, 1):
+    torch.set_num_threads(many)
+    began = time.perf_counter()
+    for place in range(8):
+        dataset[place]
+    made_ms = 1e3 * (time.perf_counter() - began) / 8
+    print(f"{many} threads: {made_ms:.1f} ms for one PNG, r = {4 * made_ms:.0f} ms for four")
+torch.set_num_threads(threads)
+
+# %% [markdown]
 # **Measurement.** Stable Diffusion, with its encoders, is trained on four pictures a step. Without workers they come from PNG,
-# JPEG, the map or memory; with four workers, from PNG or the map. *Waiting*, without workers, is $r$. The step of *resized, in
+# JPEG, the map or memory; with one worker, from PNG; with four, from PNG or the map. *Waiting*, without workers, is $r$. The step of *resized, in
 # memory* less its waiting is $c$.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
@@ -296,14 +309,14 @@ lab.predict("the memory map shortens the step by", my_map, "%")
 # %%
 several = min(4, max(2, usable_cores() // 2))
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=1)
-beside = loop.but(num_workers=several, persistent_workers=True, prefetch_factor=1)
+beside = loop.but(num_workers=1, persistent_workers=True, prefetch_factor=1)
 kept = {"PNG": files, "JPEG": by_form["JPEG"], "memory map": mapped.pixels}
 ways = {form: (loop, those, {"format": form}) for form, those in kept.items()}
 in_memory = {"format": "resized", "in_memory": True}
 ways["in memory"] = (loop, np.array(mapped.pixels), in_memory)
-for form in ["PNG"] if tiny else ["PNG", "memory map"]:
-    many = {"format": form, "workers": several}
-    ways[f"{form}, {several} workers"] = (beside, kept[form], many)
+for form, w in [("PNG", 1), ("PNG", several), ("memory map", several)][: 2 if tiny else 3]:
+    by = {"format": form, "workers": w}
+    ways[f"{form}, workers {w}"] = (beside.but(num_workers=w), kept[form], by)
 trained = lab.keep(trained_from(sd, ways, 2, rounds or None))
 
 # %%
@@ -318,7 +331,7 @@ lab.verdict("A4.data.gpu-decoding", "A4.data.cache")
 
 # %%
 with lab.attempt("the law's picture"):
-    waits, points = {}, {0: {}, several: {}}
+    waits, points = {}, {0: {}, 1: {}, several: {}}
     for name, (recipe, *_) in ways.items():
         run, form = trained[name], name.partition(",")[0]
         waits.setdefault(form, run.metric("data_ms"))  # r: the first is without workers
@@ -448,7 +461,23 @@ lab.verdict("A4.environment.threads")
 #
 # **Technique.** `CUDA_LAUNCH_BLOCKING=1` makes the host wait for every kernel. An error then names the line that caused it.
 # `CUDA_VISIBLE_DEVICES` hides GPUs. Both are read once, when a process first uses CUDA, so each value has a process of its own.
-# The step is Stable Diffusion's with four workers, four images one after the other.
+# The step is a forward and a backward pass of Stable Diffusion's UNet, with one image.
+
+# %%
+PASSES = """
+import time, torch
+from diffusers import UNet2DConditionModel
+torch.set_default_device("cuda")  # the random weights as well: on the host they take a while
+unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768).bfloat16()
+noisy, texts = torch.randn(1, 4, 64, 64).bfloat16(), torch.randn(1, 77, 768).bfloat16()
+for step in range(25):
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    unet(noisy, 500, texts).sample.square().mean().backward()
+    torch.cuda.synchronize()
+    print(1e3 * (time.perf_counter() - began))
+"""
+
 
 # %%
 with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
@@ -464,15 +493,13 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
     seen = [int(process.communicate()[0]) for process in counting]
     found = {"as_asked": int(seen == [0, 1])}
     lab.keep(Run("10", "visible devices", metrics=found, tags={"experiment": "visible devices"}))
-    alone = Recipe(driver="eager", logging="ring-buffer", num_workers=4, persistent_workers=True)
-    alone = (
-        alone.but(cache="latents+text") if tiny else alone
-    )  # no wait for data beside a tiny UNet
     for word, value in {"overlap": "0", "block": "1"}.items():
-        run = try_isolated(sd, alone, 11, environment={"CUDA_LAUNCH_BLOCKING": value})
-        run.samples["step_ms"] = run.samples["step_ms"][5:]  # workers and libraries start before
-        run.metrics["step_ms"] = summarise(run.samples["step_ms"])
-        run.run, run.tags = f"launches {word}", {"experiment": "launches", "launches": word}
+        variables = os.environ | {"CUDA_LAUNCH_BLOCKING": value}
+        told = subprocess.check_output([sys.executable, "-c", PASSES], text=True, env=variables)
+        step_ms = [float(line) for line in told.split()][5:]  # the first choose their kernels
+        tags = {"experiment": "launches", "launches": word}
+        run = Run("10", f"launches {word}", tags=tags, samples={"step_ms": step_ms})
+        run.metrics["step_ms"] = summarise(step_ms)
         lab.keep(run)
         print(f"launches {word}: {run.metric('step_ms'):.0f} ms a step")
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
@@ -493,41 +520,45 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %%
 SCRIPT = """
-import sys, time
+import sys, time, numpy as np, torch
 from pathlib import Path
-import numpy as np, torch
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 class Pictures(Dataset):
-    files = sorted(Path("FOLDER").glob("*.png"))
+    files, pixels = sorted(Path("FOLDER").glob("*.png")), None
+    def __init__(self, mapped):
+        if mapped:
+            np.save("FOLDER/small.npy", np.stack([self.made(n) for n in range(len(self.files))]))
+            self.pixels = np.load("FOLDER/small.npy", mmap_mode="r")
+    def made(self, n):
+        return np.array(Image.open(self.files[n]).convert("RGB").resize((128, 128)))
     def __len__(self):
         return 4096
     def __getitem__(self, place):
-        image = Image.open(self.files[place % len(self.files)]).convert("RGB").resize((128, 128))
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1) / 127.5 - 1
-
-def ms_a_step(workers=0, steps=18):
+        n = place % len(self.files)
+        one = self.made(n) if self.pixels is None else np.array(self.pixels[n])
+        return torch.from_numpy(one).permute(2, 0, 1) / 127.5 - 1
+def ms_a_step(data, workers):
+    steps = max(18, 6 * workers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.SiLU(), nn.Conv2d(32, 3, 3)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for step, images in zip(range(steps), DataLoader(Pictures(), 2, num_workers=workers)):
+    for step, images in zip(range(steps), DataLoader(data, 2, num_workers=workers)):
         if step == steps // 3:
             began = time.perf_counter()
         loss = model(images.to(device)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(), optimizer.zero_grad()
         loss.item()  # for the log
-    return 1e3 * (time.perf_counter() - began) / (steps - steps // 3)
-
+        ended = time.perf_counter()  # here, as workers take a while to end
+    return 1e3 * (ended - began) / (steps - steps // 3)
 if __name__ == "__main__":
-    for workers in map(int, sys.argv[1:] or ["0"]):
-        print(f"{ms_a_step(workers, max(18, 6 * workers)):.1f} ms a step")
+    for how in sys.argv[1:] or ["0"]:
+        ms = ms_a_step(Pictures(how == "map"), 0 if how == "map" else int(how))
+        print(f"{ms:.1f} ms a step")
 """
-script = folder / "train.py"
-script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
 
 # %% [markdown]
 # `labutils diagnose -- python train.py` runs it for some twenty steps, and times and traces some of them. It replays the traced
@@ -535,6 +566,8 @@ script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)));
 # formula: $r$ is the wait for data, $c$ the rest of the step.
 
 # %%
+script = folder / "train.py"
+script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)))
 watched = watch([sys.executable, str(script)], Stages(warmup=2, timed=6, profiled=2))
 diagnosis = diagnose(watched.evidence)
 print(report.text(diagnosis))
@@ -551,12 +584,15 @@ lab.predict("workers shorten the script's step by", my_script, "%")
 # %%
 fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
-turns = ["0", str(workers)] * (1 if tiny else 3)  # so that a slow moment is slow for both
+turns = ["0", str(workers), "map"] * (1 if tiny else 2)  # so that a slow moment is slow for all
 told = subprocess.check_output([sys.executable, str(script), *turns], text=True).splitlines()
 times, shares = [float(line.split()[0]) for line in told], []
-for plain, other in zip(times[::2], times[1::2], strict=True):
+for plain, other, by_map in zip(times[::3], times[1::3], times[2::3], strict=True):
     shares.append(1 - other / plain)
-    print(f"{plain:.1f} ms a step, with workers={workers} {other:.1f}: {other / plain - 1:+.0%}")
+    print(
+        f"{plain:.1f} ms a step; workers={workers}: {other:.1f}, {other / plain - 1:+.0%};", end=" "
+    )
+    print(f"from the map, without workers: {by_map:.1f}, {by_map / plain - 1:+.0%}")
 found = {"predicted": promised, "measured": median(shares)}
 lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix": "workers"}))
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
@@ -602,6 +638,8 @@ with lab.attempt("a diagnosis of the stock loop", instead=lambda: None):
     stock = ablations.ablations(sd, STOCK, steps=2, rounds=3, only=fixes)
     stock.tags = {"experiment": "diagnosis", "script": "SD1.5"}
     lab.keep({"diagnosis: SD1.5": stock})
+    r, c = (stock.metric(name) / 4 for name in ("data_ms", "computing_ms"))
+    print(f"The stock loop: r = {r:.0f} ms, c = {c:.0f} ms")
     lab.table(ablations.fix_table({"SD1.5": stock}))
 lab.show("**On our own machines**, with three more loops:")
 ours = reference_runs("10").select(experiment="diagnosis")
