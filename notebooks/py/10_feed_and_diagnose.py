@@ -32,10 +32,10 @@
 # |---|---|---|
 # | `tiny` | any CPU | 1 minute |
 # | `small` | a GPU of 8 GB | 3 minutes |
-# | `full` | a GPU of 40 GB | 6 minutes |
+# | `full` | a GPU of 40 GB | 4 minutes |
 #
-# Without a GPU, nvJPEG, CUDA's variables and section 5's stock loop are left out. Numbers in the text are *the recorded H100*'s;
-# *our H100* and *ours* are other runs. Both machines were unsteady: trust only the direction of large changes.
+# Without a GPU, nvJPEG and CUDA's variables are left out. Numbers in the text are *the recorded H200*'s; *ours* is another run.
+# Both machines were unsteady: trust only the direction of large changes.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -69,7 +69,7 @@ from labutils.course import plots
 from labutils.labs.lab10_image_input import FormDataset, decoded, decoding, pictures, trained_from
 from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.machine import usable_cores
-from labutils.recipe import STOCK, Recipe, Unavailable
+from labutils.recipe import Recipe, Unavailable
 from labutils.results.records import Run, reference_runs, summarise
 from labutils.tools import ablations
 from labutils.tools.diagnose import diagnose, report
@@ -169,7 +169,7 @@ columns |= {"read_ms": "ms to read", "decode_ms": "ms to decode"}
 lab.show(decodes, columns, experiment="decode")
 
 # %% [markdown]
-# A PNG took one core 7.4 times as long as a JPEG: 39.7 and 5.4 ms. WebP's files are half as large as JPEG's, and took 1.9 times
+# A PNG took one core 7.3 times as long as a JPEG: 39.0 and 5.3 ms. WebP's files are half as large as JPEG's, and took 1.8 times
 # as long. The GPU decoded a JPEG in 0.7 ms. Reading a cached file took about 1 % of a core's decoding, or less. These pictures
 # are drawn: photographs may take other sizes and times.
 #
@@ -201,7 +201,7 @@ with lab.attempt("forgetting files"):
     print(f"a faster disk saves at most {(cold - warm) / (cold + decode):.0%}")
 
 # %% [markdown]
-# A faster disk would save at most 2 % for these PNGs: the disk adds 0.8 ms, decoding takes 39.7. A disk with a cache of its own,
+# A faster disk would save at most 2 % for these PNGs: the disk adds 0.9 ms, decoding takes 39.0. A disk with a cache of its own,
 # or a system that declines to forget, makes this percentage too small. Slow storage, the article's case, wasn't tested.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
@@ -280,7 +280,7 @@ for r in (160, 40, 4):
     print(f"r = {r}, c = 100: {[step_ms(r, 100, workers) for workers in (0, 1, 2, 4)]} ms")
 
 # %% [markdown]
-# A worker has one PyTorch thread, the loop as many as there are cores. So $r$ needn't be the same in both:
+# A worker has one PyTorch thread, the loop as many as there are cores. Is $r$ the same in both?
 
 # %%
 dataset, threads = FormDataset(files, sd), torch.get_num_threads()
@@ -298,8 +298,8 @@ torch.set_num_threads(threads)
 # JPEG, the map or memory; with one worker, from PNG; with four, from PNG or the map. *Waiting*, without workers, is $r$. The step of *resized, in
 # memory* less its waiting is $c$.
 #
-# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H100
-# $r$ is 238 ms for four PNGs, and $c$ is 162 ms. For the map, take section 2's time.
+# **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers? On the recorded H200
+# $r$ is 281 ms for four PNGs, and $c$ is 167 ms. For the map, take section 2's time.
 
 # %%
 my_map: float | None = None  # for example 50
@@ -350,39 +350,36 @@ with lab.attempt("the law's picture"):
     plt.show()
 
 # %% [markdown]
-# The memory map shortened the step by 55 %, and so did four workers on PNG; JPEG by 32 %. Workers or the map remove nearly all
-# waiting. Both together gain no more: $c$ is left.
+# The memory map shortened the step by 59 %, as four workers on PNG did; JPEG by 37 %, one worker by 28 %. Four workers or the map
+# remove nearly all waiting. Both together gain no more: $c$ is left.
 #
 # | ms | by the formula | measured |
 # |---|---|---|
-# | PNG | 400 | 383, again 405 |
-# | JPEG | 263 | 259 |
-# | memory map, $r$ = 4 × 0.25 | 163 | 172 |
-# | PNG, 4 workers | 162 | 173 |
-# | memory map, 4 workers | 162 | 171 |
+# | PNG | 448 | 440, again 408 |
+# | JPEG | 294 | 279 |
+# | memory map | 174 | 179 |
+# | PNG, 1 worker, $r$ = 247 | 247 | 319 |
+# | PNG, 4 workers | 167 | 178 |
+# | memory map, 4 workers | 167 | 182 |
 #
-# *PNG, again* is the first loop repeated. Its interval, 0.82 to 1.05, reaches more than 3 % from 1, so the machine is *unsteady*:
-# every verdict on a time in this lab is *inconclusive*. *Speed-up* is the median of the rounds' ratios: so 405 beside 383 ms can
-# read 1.00x.
+# *PNG, again* is the first loop repeated. Its interval, 0.91 to 1.15, reaches more than 3 % from 1, so the machine is *unsteady*:
+# every verdict on a time in this lab is *inconclusive*. The figure's lines are the formula, its bars the 10th to the 90th
+# percentile. The left square hides two circles, the map and memory.
 #
-# The figure's lines are the formula, its bars the 10th to the 90th percentile. One worker wasn't measured. The left square hides
-# two circles, the map and memory.
-#
-# The rows agree within the noise. PNG's and JPEG's $r$ is their own waiting, so they test only whether $c$ is the same. $c$ is
-# from *resized, in memory*, nearly the map's loop, so the map's row tests little. In no row does $r / w$ decide: section 5 has
-# one, and there the step takes longer. So take $r / w$ for a lower bound.
+# Without workers the rows agree within the noise. But PNG's and JPEG's $r$ is their own waiting, so they test only whether $c$ is
+# the same. The row that tests $r / w$ is *1 worker*: one PNG takes 62 to 64 ms with either number of threads, so $r / w$ promises
+# 247 ms. It took 319, in rounds 260 to 379: worker and loop share a host, and slow each other. So take $r / w$ for a lower bound.
 #
 # Why does JPEG save less than the map?
 #
 # | a picture, ms | $r$ | decoding | the rest |
 # |---|---|---|---|
-# | PNG | 59.5 | 39.7 | 19.8 |
-# | JPEG | 25.3 | 5.4 | 19.9 |
-# | memory map | 1.4 | none | 1.4 |
+# | PNG | 70.3 | 39.0 | 31.3 |
+# | JPEG | 31.8 | 5.3 | 26.5 |
+# | memory map | 1.7 | none | 1.7 |
 #
-# The rest is equal for both formats: a faster decoder can't remove it. The map's pictures go through the same code
-# (`labutils/labs/lab10_image_input.py`), but needn't be resized. So 19.8 − 1.4, some 18 ms, are probably resizing. The map's 1.4
-# ms are more than section 2's 0.25: this code converts in more steps, and stacks four.
+# The rest is nearly equal for both formats: a faster decoder can't remove it. The map's pictures go through the same code
+# (`labutils/labs/lab10_image_input.py`), but needn't be resized. So most of the rest is probably resizing.
 #
 # **In your own loop:**
 #
@@ -397,9 +394,9 @@ with lab.attempt("the law's picture"):
 # c = median(ms(step) for _ in range(20))
 # ```
 #
-# By the formula you need at least $r / c$ workers: here 238 / 162, so two at the very least. We tried only four. If $r / c$ is
-# more than your cores, also decode and resize once. What is left is $c$, here over ten times the *floor*, the least time for the
-# arithmetic. Section 5's *capture* lowers it.
+# By the formula you need at least $r / c$ workers: here 281 / 167, so two at the very least. If $r / c$ is more than your cores,
+# also decode and resize once. What is left is $c$, here over ten times the *floor*, the least time for the arithmetic: lab 04
+# lowers it.
 #
 # **Takeaway.** Measure $r$ and $c$. Without workers all that lowers $r$ shortens the step. Once workers hide the wait, only a
 # smaller $c$ does.
@@ -454,7 +451,7 @@ for word, threads in {"as they come": None, "one each": "1"}.items():
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
-# Eight processes resized 76 images a second without it. With one thread each they resized 562, 7.4 times as many. One run each;
+# Eight processes resized 76 images a second without it. With one thread each they resized 520, 6.8 times as many. One run each;
 # the brackets' ±3 % is assumed, and too small.
 #
 # **Question.** What do CUDA's two variables do, and what does the first cost?
@@ -505,8 +502,8 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
-# `CUDA_LAUNCH_BLOCKING=1` made the step 43 % longer: the host can't launch ahead. Each is one run of six steps, so the size is
-# rough. An empty `CUDA_VISIBLE_DEVICES` hid all GPUs, and `0` showed one.
+# `CUDA_LAUNCH_BLOCKING=1` made the step 68 % longer, 171 ms for 102: the host can't launch ahead. An empty `CUDA_VISIBLE_DEVICES`
+# hid all GPUs, and `0` showed one.
 #
 # **Takeaway.** Limit the threads of processes that you start yourself; tested here: `OMP_NUM_THREADS=1` with `MKL_NUM_THREADS=1`.
 # Unset `CUDA_LAUNCH_BLOCKING` before you measure anything.
@@ -598,66 +595,37 @@ lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix
 print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
-# One look found a change that pays: 16 workers saved 89 % of the step, where 94 % were promised. We tried no other.
+# One look found a change that pays: 16 workers saved 92 % of the step, where 94 % were promised. The step took 8.9 and 9.0 ms,
+# not 8.5: the formula's $r / w$ = 135 / 16, and a little more.
 #
-# But the step is 1.7 to 1.8 times as long as promised: 11.2 to 11.8 ms, not $r / w$ = 103.3 / 16 = 6.5. A part of that is the
-# script's clock: it stops when the 16 workers have ended, and that time is spread over 64 steps. Workers and training may also
-# slow each other. So this is no clean test of $r / w$: for one, read the clock inside the loop, at the last step.
+# Reaching $c$ would take 135.0 / 2.9 = 47 workers, and there are 16 cores. So lower $r$ instead: from a map, without a worker, a
+# step took 1.6 and 1.7 ms. The tool doesn't propose it. $r$ and $c$ do.
 #
-# Reaching $c$ would take 103.3 / 2.03 = 51 workers, and there are 16 cores. So lower $r$ instead. From the map section 3's loop
-# waited 5.6 ms for four larger pictures; two small ones should take less. With $c$, 105.3 − 103.3 = 2.0 ms, that is a step below
-# 8 ms without a worker. The tool didn't propose the map, and we didn't measure it: try it.
+# **Question.** Does the predicted order hold on real training loops?
 #
-# **Question.** Does the predicted order hold on a real training loop?
-#
-# **Measurement.** The same test on the course's own loop, article A1's stock script: FP16, four micro-batches of one image, no
-# workers, no cache. Each fix alternates with the unchanged loop (`labutils/tools/ablations.py`). We chose these four before
-# measuring:
+# **Measurement.** On record are the course's own loops: article A1's stock script (*SD1.5*: FP16, four micro-batches of one image,
+# no workers, no cache), LLaVA and Qwen3. Each was diagnosed. Then each fix alternated with the unchanged loop
+# (`labutils/tools/ablations.py`). We chose the fixes before measuring:
 #
 # - *Workers* is one worker. *Batch size* makes four images one micro-batch.
 # - *Caching* keeps the encoders' outputs: it saves their work as well as decoding.
 # - *Capture* replays the step as a CUDA graph.
 #
-# Before you look: what does the formula promise for *workers* and *batch size*? The stock step is 4 × ($r + c$).
-#
-# | micro-batch | $r$, ms | $c$, ms |
-# |---|---|---|
-# | one image | 238 / 4 = 59.5 | 646 / 4 = 162, section 4 |
-# | four images | 238 | 162, section 3 |
-#
-# The equal $c$ is no misprint. Probably the host's launches set the pace, as many for four images as for one.
-#
 # *Predicted* and *measured* are percent of the step saved; for *padding*, of the time per useful token. *Measured* is the rounds'
 # median, with the least and the most. *Step off by* −20 %: the predicted step is 20 % shorter than the measured one.
 
 # %%
-fixes = ("workers", "batch size", "capture", "caching")
-with lab.attempt("a diagnosis of the stock loop", instead=lambda: None):
-    if tiny:
-        raise Unavailable("at tiny your script stands for it")
-    stock = ablations.ablations(sd, STOCK, steps=2, rounds=3, only=fixes)
-    stock.tags = {"experiment": "diagnosis", "script": "SD1.5"}
-    lab.keep({"diagnosis: SD1.5": stock})
-    r, c = (stock.metric(name) / 4 for name in ("data_ms", "computing_ms"))
-    print(f"The stock loop: r = {r:.0f} ms, c = {c:.0f} ms")
-    lab.table(ablations.fix_table({"SD1.5": stock}))
-lab.show("**On our own machines**, with three more loops:")
 ours = reference_runs("10").select(experiment="diagnosis")
 lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": run for run in ours}))
 
 # %% [markdown]
-# **Order.** Capture and batch size saved more than caching and workers, as ranked. Within each pair the ranges overlap, so these
-# rounds don't decide. These are four fixes chosen beforehand, not all that the tool lists. On our H100 and H200 the medians keep
-# the whole order, and so do LLaVA's. Of Qwen3's loops none lets us judge: units differ, or a range is too wide.
+# **Order.** In SD1.5's loop capture and batch size saved more than caching and workers, as ranked, on both GPUs. Within each pair
+# the H100's ranges overlap, so these rounds don't decide. LLaVA's order holds, too. Of Qwen3's loops none lets us judge: units
+# differ, or a range is too wide.
 #
-# **Size.** Predicted steps are off by −26 to +17 %. That of *precision* is off by +32 %, but its rounds range from −43 to 62 %.
-# Capture always saved less than promised; its row also changes optimizer and logging. Gains don't add up: the first table's sum
-# to 189 %.
-#
-# **Your formula.** With other loops' $r$ and $c$ a step takes 4 × (59.5 + 162) = 886 ms. One worker makes it 4 × 162 = 648, 27 %
-# less. Four images at once make it 238 + 162 = 400, 55 % less. The tool promised 24 and 56 %, nearly the same. Batch size saved
-# 54 to 62 %, as both say. Workers saved 30 to 34 %, more than this $r$ and $c$ allow: the stock loop's own may differ. Measure
-# both in the loop that you want to change.
+# **Size.** Predicted steps are off by −20 to +17 %. That of *precision* is off by +32 %, but its rounds range from −43 to 62 %.
+# Capture always saved less than promised; its row also changes optimizer and logging. Gains don't add up: the first four sum to
+# 185 %.
 #
 # **Takeaway.** Wherever units and ranges let us judge, the tested fix ranked first was the best, or level with it. The tool
 # didn't propose the map: so also calculate with $r$ and $c$, change one thing, measure again.
