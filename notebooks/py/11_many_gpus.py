@@ -273,8 +273,8 @@ lab.verdict("A4.network.nccl", "A4.network.torchrun")
 # The largest message, 256 MiB, reached 299 GB/s of NVLink's 450: the answer to section 1. At that rate the UNet's 3.44 GB take 12
 # ms. All but 0.1 ms can hide behind the backward pass. So on NVLink the bound is one process's step.
 #
-# DDP needs a little more: with LoRA 8 ms more than *each for itself*, efficiency 96 %; with all weights 11 ms more, 97 %. LoRA's
-# gain *pays here* by the rule. With all weights no time decides: one process, measured again, differed by up to 8 %.
+# Over *each for itself* DDP adds 2 to 14 % with all weights, −11 to 8 % with LoRA. The efficiencies are 97 and 96 %: LoRA's gain
+# *pays here* by the rule. With all weights no time decides: one process, measured again, differed by up to 8 %.
 #
 # **Takeaway.** One GPU's step and the link's rate give the least time. What DDP adds is *DDP* minus *each for itself*.
 
@@ -314,8 +314,8 @@ def unet_step(device):
 
 # %% [markdown]
 # *One number a step* sends next to nothing, but nobody begins a step before the slowest has ended the last. With *bucket views*
-# gradients lie in the buckets, so nothing is copied. *One bucket* is full with the last gradient: nothing is sent while
-# `backward()` computes.
+# gradients lie in the buckets, so nothing is copied back; copying in remains. *One bucket* is full with the last gradient:
+# nothing is sent while `backward()` computes.
 
 
 # %%
@@ -440,14 +440,14 @@ plt.show()
 # | *one bucket* in place of that | 7 | 5 to 10 |
 #
 # *Each for itself* differs from itself by as much as *one number* does. So of DDP's 11 ms none is surely waiting: rank 1's NCCL
-# kernels do wait 24 ms, 39.5 − 15.2, but beside its computing. *One bucket* hides nothing and costs 7 ms, not 15: hidden sending
-# isn't free. The column *computing* shows it: kernels take 9 to 13 ms longer with DDP. Copies are among them, and NCCL's kernels
-# share the GPU; we didn't tell these apart.
+# kernels do wait 24 ms, 39.5 − 15.2, but beside its computing. *One bucket* hides nothing and costs 7 ms, not section 2's 12:
+# hidden sending isn't free. The column *computing* shows it: kernels take 9 to 14 ms longer with DDP. Copies are among them, and
+# NCCL's kernels share the GPU.
 #
 # **With 8 images** DDP added 42 ms, the median of the rounds' 29 to 78. Here the GPU computes for 106 of 208 ms: the host sets
 # the pace. In rank 1's trace NCCL's kernels take 215 ms, sending 13.5: the rest is waiting for rank 0.
 #
-# **Takeaway.** A long NCCL kernel isn't a slow link: compare ranks. With 24 images DDP cost 4 %, with 8 some 20 %: give each GPU
+# **Takeaway.** A long NCCL kernel isn't a slow link: compare ranks. DDP cost 4 % with 24 images, 16 to 37 % with 8: give each GPU
 # enough to do.
 
 # %% [markdown]
@@ -541,16 +541,16 @@ lab.show(Runs(runs).select(**tried), columns, **tried)
 lab.verdict("A4.memory.fsdp")
 
 # %% [markdown]
-# **Memory.** Expected: 49.2 − (20 − 16/2) · 0.86 = 38.9 GB. Measured: 35.9. One process's peak is 44.5 GB, not in the table. Half
-# its state, 6.9, and 1.7 of BF16 copies, which autocast may keep, would make 35.9: a guess that fits, not a measurement.
+# **Memory.** Expected: 49.2 − (20 − 16/2) · 0.86 = 38.9 GB. Measured: 35.9. The peak probably comes as the backward pass begins,
+# without gradients. Of one process's 44.5 GB then half the weights and averages go, 5.2, and 1.7 of BF16 copies: 37.6. The last
+# 1.7 GB we can't explain.
 #
-# **Time.** FSDP took 31 ms longer than DDP with all weights, 40 with LoRA, on a machine with up to 8 % noise. The last three rows
-# are four micro-batches of 8 images: don't compare them with 277. *Sync each* differs by 45 ms from itself: trust the messages
-# counted above.
+# **Time.** FSDP took 6 to 14 % longer than DDP with LoRA; with all weights −1 to 21 %, which decides nothing. The last three rows
+# are four micro-batches of 8 images. *Sync each* differs by 45 ms from itself: trust the messages counted above.
 
 # %% [markdown]
 # **Takeaway.** With DDP run all micro-batches but the last in `no_sync`: one sending instead of four, the same gradients. FSDP
-# saved 27 % of the peak with all weights, 2 % with LoRA, for roughly a tenth more time: take it when memory is what you lack.
+# saved 27 % of the peak with all weights, 2 % with LoRA, whose steps grew by a tenth: take it when memory is what you lack.
 
 # %% [markdown]
 # ## 5 · Which network is too slow?
@@ -594,7 +594,7 @@ plt.show()
 # | BF16 gradients | 38 % | 54 % | 87 % |
 # | four micro-batches, `no_sync` | 52 % | 65 % | 87 % |
 #
-# For N ranks, one a host, multiply the sending time by 2(N − 1)/N, and exclude below 1/N.
+# For N hosts, unless switches sum, multiply the sending time by 2(N − 1)/N, and exclude below 1/N.
 #
 # **Takeaway.** Compute the bound before you rent. Clearly below 1/N, the network is excluded. Above, nothing is promised.
 
