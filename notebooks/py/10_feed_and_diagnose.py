@@ -66,7 +66,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from labutils.course import plots
-from labutils.labs.lab10_image_input import FormDataset, decoded, decoding, pictures, trained_from
+from labutils.labs.lab10_image_input import FormDataset, decoded, decoding, pictures
 from labutils.profiling.dataloader_model import Pipeline
 from labutils.profiling.machine import usable_cores
 from labutils.recipe import Recipe, Unavailable
@@ -74,6 +74,7 @@ from labutils.results.records import Run, reference_runs, summarise
 from labutils.tools import ablations
 from labutils.tools.diagnose import diagnose, report
 from labutils.tools.diagnose.script import Stages, watch
+from labutils.training import Benchmark
 
 # %%
 plots.use_style()
@@ -313,14 +314,27 @@ several = min(4, max(2, usable_cores() // 2))
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=1)
 beside = loop.but(num_workers=1, persistent_workers=True, prefetch_factor=1)
 kept = {"PNG": files, "JPEG": by_form["JPEG"], "memory map": mapped.pixels}
-# Name of a way -> its loop, where its pictures are, and the tags of its run.
-ways = {form: (loop, those, {"format": form}) for form, those in kept.items()}
-in_memory = {"format": "resized", "in_memory": True}
-ways["in memory"] = (loop, np.array(mapped.pixels), in_memory)
+kept["in memory"] = np.array(mapped.pixels)
+ways = {form: (loop, form) for form in kept}  # the first is measured again
 for form, w in [("PNG", 1), ("PNG", several), ("memory map", several)][: 2 if tiny else 3]:
-    by = {"format": form, "workers": w}
-    ways[f"{form}, workers {w}"] = (beside.but(num_workers=w), kept[form], by)
-trained = lab.keep(trained_from(sd, ways, 2, rounds or None))
+    ways[f"{form}, workers {w}"] = (beside.but(num_workers=w), form)
+
+
+def tags_of(recipe, form):
+    told = {"format": "resized", "in_memory": True} if form == "in memory" else {"format": form}
+    workers = {"workers": recipe.num_workers} if recipe.num_workers else {}
+    return {"experiment": "image input"} | told | workers
+
+
+# %%
+made = []  # the dataset of the loop that is being built
+with Benchmark(sd, warmup=1, dataset=lambda model, recipe: made[-1]) as bench:
+    for name, (recipe, form) in ways.items():
+        made.append(FormDataset(kept[form], sd))  # decodes, resizes, makes a tensor
+        bench.prepare({name: recipe})
+    tags = {name: tags_of(*way) for name, way in ways.items()}
+    recipes = {name: recipe for name, (recipe, _) in ways.items()}
+    trained = lab.keep(bench.compare(recipes, 2, rounds or None, tags))  # in turns, by rounds
 
 # %%
 columns = {
