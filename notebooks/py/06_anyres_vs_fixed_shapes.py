@@ -324,8 +324,8 @@ plt.show()
 # - *qlora* takes 11 to 12 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example,
 #   measured were 0.96. We didn't look for why.
 #
-# **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves some 10 GB once
-# and pays 1 GB for each example.
+# **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves 10 GB once and
+# pays 1 GB an example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -522,8 +522,7 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; its ranges allow 1 to 13. On our H200s it is 2 to 4 points;
-# the intervals of batch 4 allow 1 to 11. *Data* adds nothing here, 1 to 3 points at other batches. Whether all time follows FLOPs
-# wasn't tested.
+# the intervals of batch 4 allow 1 to 11. *Data* adds nothing here, 1 to 3 points at other batches.
 #
 # FLOPs without padding to 2,048:
 
@@ -544,7 +543,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 # today?
 #
 # **Is one length faster by itself?** One full image a step. Rows are as long as they come (*blocks compiled*) or padded to one
-# length (*padded*). No block is computed again, unlike section 3. Compare ms per 1k tokens, padding included.
+# length (*padded*). No block is computed again, unlike section 3. Compare ms per 1k tokens.
 
 # %%
 uniform.release_weights()
@@ -922,8 +921,8 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment="losses by seed")
 
 # %% [markdown]
-# Three seeds of BF16 end 3.8 % apart. Paired, each method is within 0.12 % of BF16. With random weights in the `tiny` model this
-# shows how to compare, not the article's losses.
+# Three seeds of BF16 end 3.8 % apart. Paired, each method is within 0.12 % of BF16. Here a seed also draws the base's weights; a
+# real base is one for all. So this shows how to compare, not the article's losses.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -933,8 +932,9 @@ lab.show(by_seed.values(), ("start_loss", "final_loss", "loss_drop"), experiment
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes.
 # Does that follow from its own numbers?
 #
-# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. `lab06_advisor.py`
-# computes the article's step times from its percentages and *break-evens*, the steps after which a method is ahead of another.
+# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. So section 4's
+# second compilation is left out. `lab06_advisor.py` computes the article's step times from its percentages and *break-evens*, the
+# steps after which a method is ahead of another.
 #
 # **Prediction.** Fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579. From which step on is the
 # one without FP8 ahead?
@@ -1030,8 +1030,6 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 # | full images, batch 4 | *fp8-te*; after some 30 steps *compile*, or 80 if its step 2 compiles as long as its first |
 # | full images, 20 GB | *compile* at batch 2: 19.4 GB |
 # | full images, 17 GB | *qlora* at batch 4: 16.9 GB |
-#
-# Not timed on this page: *fp8-frozen* in the whole model, squares in FP8 or unpadded, the whole model compiled.
 
 # %% [markdown]
 # ## Exercises
