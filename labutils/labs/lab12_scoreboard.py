@@ -28,21 +28,27 @@ def scoreboard(judgements: Sequence[judges.Judgement]) -> pd.DataFrame:
     )
 
 
+WORDS = {"slight": (1.0, 1 + judges.SLIGHTLY), "as much": (1.0, 1.0)}
+"""What a word of the articles allows a ratio to be, the larger over the smaller."""
+
+
 def off_by(judgement: judges.Judgement | None) -> float:
     """The factor between the published effect and the measured one, 1 or more.
 
-    From a published range it is counted from the nearer end. NaN where there is no number on both
-    sides, or where the two are no quantities of one kind: a message, an order.
+    From a published range, or a word that stands for one, it is counted from the nearer end. NaN
+    where there is no ratio on both sides: a message, a count, steps.
     """
     if judgement is None or not judgement.effects:
         return math.nan
     numbers, how = judgement.claim.published, judgement.claim.how
-    if judgement.claim.judge != "ratio" or how["form"] == "steps" or len(numbers) > 2:
+    ratios = WORDS.get(how.get("size") or how.get("direction"), ())
+    if judgement.claim.judge == "ratio" and how["form"] != "steps" and len(numbers) <= 2:
+        sign = 1 if how.get("direction") == "more" else -1
+        ratios = [1 + sign * percent / 100 for percent in numbers]
+        if how["form"] != "percent":
+            ratios = [numbers[1] / numbers[0]]
+    if not ratios:
         return math.nan
-    sign = 1 if how.get("direction") == "more" else -1
-    ratios = [1 + sign * percent / 100 for percent in numbers]
-    if how["form"] != "percent":
-        ratios = [numbers[1] / numbers[0]]
     found = [one.value for one in judgement.effects.values()]
     return max(max(min(ratios) / value, value / max(ratios), 1.0) for value in found)
 
