@@ -417,7 +417,7 @@ for first, then in zip(captured, captured[1:], strict=False):
 lab.table(("B / A", "interval", "A's own spread", "faster?"), *rows)
 
 # %% [markdown]
-# Two hosts agree within 1 %, and all six are *faster*. A's own spread is a weaker test: it doesn't see what slows whole rounds.
+# Two hosts agree within 1 %, and all six are *faster*. But in order 1 A's own spread calls an equal B *slower* 100 times of 100.
 # So capture A, and measure that again.
 #
 # Now four claims, as our GPUs measured them:
