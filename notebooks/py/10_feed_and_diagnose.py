@@ -233,6 +233,7 @@ class Mapped(Dataset):
         return torch.from_numpy(pixels).permute(2, 0, 1) / 127.5 - 1
 
 
+# %%
 with lab.attempt("forgetting the map"):
     forget(folder / "train.npy")
 mapped, order = Mapped(folder / "train.npy"), np.random.default_rng(0).permutation(len(files))
@@ -557,9 +558,8 @@ class Pictures(Dataset):
         one = self.made(n) if self.pixels is None else np.array(self.pixels[n])
         return torch.from_numpy(one).permute(2, 0, 1) / 127.5 - 1
 def ms_a_step(data, workers):
-    long = data.pixels is not None and torch.cuda.is_available()
-    steps = 600 if long else max(18, 6 * workers)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    steps = max(18, 6 * workers) if data.pixels is None or device == "cpu" else 600
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.SiLU(), nn.Conv2d(32, 3, 3)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for step, images in zip(range(steps), DataLoader(data, 2, num_workers=workers)):
