@@ -28,8 +28,8 @@ def scoreboard(judgements: Sequence[judges.Judgement]) -> pd.DataFrame:
     )
 
 
-WORDS = {"slight": (1.0, 1 + judges.SLIGHTLY), "as much": (1.0, 1.0)}
-"""What a word of the articles allows a ratio to be, the larger over the smaller."""
+ALLOWED = {"slight": (1.0, 1 + judges.SLIGHTLY), "as much": (0.0, 1 + judges.SLIGHTLY)}
+"""The ratios that a word of the articles allows, as its judge reads it."""
 
 
 def off_by(judgement: judges.Judgement | None) -> float:
@@ -41,12 +41,15 @@ def off_by(judgement: judges.Judgement | None) -> float:
     if judgement is None or not judgement.effects:
         return math.nan
     numbers, how = judgement.claim.published, judgement.claim.how
-    ratios = WORDS.get(how.get("size") or how.get("direction"), ())
-    if judgement.claim.judge == "ratio" and how["form"] != "steps" and len(numbers) <= 2:
+    if judgement.claim.judge == "compare":
+        ratios = ALLOWED.get(how.get("size") or how.get("direction"), ())
+    elif judgement.claim.judge != "ratio" or how["form"] == "steps" or len(numbers) > 2:
+        ratios = ()
+    elif how["form"] == "percent":
         sign = 1 if how.get("direction") == "more" else -1
         ratios = [1 + sign * percent / 100 for percent in numbers]
-        if how["form"] != "percent":
-            ratios = [numbers[1] / numbers[0]]
+    else:
+        ratios = [numbers[1] / numbers[0]]
     if not ratios:
         return math.nan
     found = [one.value for one in judgement.effects.values()]

@@ -75,8 +75,7 @@ def judge(claim: Claim, runs: Runs, reference: Runs | None = None) -> Judgement:
         return Judgement(claim, verdict, "", claim.reason, theirs=theirs)
     own = runs.select(claim.lab)
     by_host = [Judgement(claim, NOT_TESTABLE, "", f"No run yet. Type: labutils run {claim.lab}")]
-    for host in dict.fromkeys(run.host for run in own):
-        by_host.append(_on_host(claim, Runs(run for run in own if run.host == host)))
+    by_host += [_on_host(claim, there) for there in own.by_host()]
     answers = [one for one in by_host if one.verdict != NOT_TESTABLE]
     if shaky := [one for one in answers if one.unsteady]:  # then who measured no noise has no say
         twice = (a for a in answers if all(e.again or e.exact for e in a.effects.values()))
@@ -149,7 +148,7 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
                 if getattr(pair[0], what) != getattr(pair[1], what):
                     raise NotTestable(f"The runs differ in {what}.")
             metric = claim.how.get("metric", "step_ms")
-            changes[named(tags)] = effects.effect(*pair, measured_twice(runs, pair[0]), metric)
+            changes[named(tags)] = effects.effect(*pair, _measured_twice(runs, pair[0]), metric)
         except NotTestable as reason:
             refused = reason
     if not changes:
@@ -157,7 +156,7 @@ def _effects(claim: Claim, runs: Runs, base: str = "base", changed: str = "chang
     return changes
 
 
-def measured_twice(runs: Runs, base: Run) -> effects.Twice:
+def _measured_twice(runs: Runs, base: Run) -> effects.Twice:
     """The base that was visited twice in the rounds of this base's comparison: it says how noisy
     they were. What was timed by hand is of no comparison: the lab's last one says how noisy the
     machine was. None where none was.

@@ -203,6 +203,11 @@ class Runs(Sequence[Run]):
         one that they don't have."""
         return Runs(run for run in self if lab in (None, run.lab) and run.has(**tags))
 
+    def by_host(self) -> list[Runs]:
+        """Those of each host, in the order in which the hosts first come."""
+        hosts = dict.fromkeys(run.host for run in self)
+        return [Runs(run for run in self if run.host == host) for host in hosts]
+
     def of_newest_host(self) -> Runs:
         """Those of the host that measured last: no table mixes two machines."""
         last = max(self, key=lambda run: run.at, default=None)

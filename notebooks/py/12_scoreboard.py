@@ -116,11 +116,11 @@ def busy(run):
 
 
 def frozen_work(run):
-    """In lab 04, whose encoders are frozen: their part of the FLOPs."""
+    """In lab 04, whose encoders are frozen: their share of the FLOPs."""
     if run.lab != "04":
         return None
     cached = known.one("04", experiment="ladder", rung="cached encoders")
-    return 1 - cached.metric("floor_ms") / run.metric("floor_ms")
+    return 1 - cached.metric("flops_per_step") / run.metric("flops_per_step")
 
 
 def passes_over_memory(run):
@@ -131,6 +131,7 @@ def passes_over_memory(run):
     return passed_ms / run.metric("kernels_ms") if kinds else None
 
 
+# %%
 signs = {  # the number of a run, and the gain that such a number allows
     "GPU-busy": (busy, lambda share: 1 / share),
     "useful tokens": (lambda run: run.metric("useful_tokens"), lambda share: 1 / share),
@@ -178,10 +179,7 @@ lab.table(("lab", *signs, "changed", "its sign allows", "times as fast"), *rows)
 
 # %%
 ladders = known.select("04", experiment="ladder", again=False)
-by_host = [
-    {rung.tags["rung"]: rung for rung in ladders if rung.host == host}
-    for host in dict.fromkeys(rung.host for rung in ladders)
-]
+by_host = [{rung.tags["rung"]: rung for rung in there} for there in ladders.by_host()]
 for rungs in by_host:
     ms_of = {name: rung.metric("step_ms") for name, rung in rungs.items()}
     whole, graph = ms_of["stock"] / ms_of["folded LoRA"], ms_of["whole-step graph"]
@@ -509,8 +507,8 @@ lab.table(("our GPUs on statements about", "tested", *words), *rows)
 # So this board says little about the articles' speed-ups.
 
 # %% [markdown]
-# **How far off are the refuted ones?** *Off by a factor of* compares what was published with what was found. An example: 30 %
-# less memory was published, 6.9 % found. The factor is 0.93 / 0.70 = 1.33. *Slightly* is read as at most 1.10 times.
+# **How far off are the refuted ones?** *Off by a factor of* compares what was published with what was found. Example: 30 % less
+# memory was published, 6.9 % found. The factor is 0.93 / 0.70 = 1.33. *Slightly* and *as little* mean at most 1.10 times.
 
 # %%
 refuted = lab12_scoreboard.farthest_off(board)

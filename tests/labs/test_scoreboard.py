@@ -80,6 +80,10 @@ def test_what_is_on_record_says_what_kind_of_run_it_was():
         ("A2.fixed.fp8-speed", 1.17, 1.95),  # 40 to 43 % shorter: 0.60 at most
         ("A2.fp8.speed", 0.95, 1.0),
         ("A1.compile.reduce-overhead", 2.0, math.nan),
+        ("A3.qlora.slower", 1.64, 1.49),  # slightly: up to 1.10 times
+        ("A2.left.fp8-once", 1.28, 1.16),  # as much, with the same tolerance
+        ("A2.left.fp8-once", 0.5, 1.0),
+        ("A3.offload.time", 1.0, 1.019),
     ],
 )
 def test_how_far_off_a_finding_is(id, ratio, factor):
