@@ -3,7 +3,6 @@ mapped or held in memory; and what that costs the step.
 
     files = pictures(workload, 32, "JPEG")           the same pictures in every form
     run = decoding("JPEG", files, decoded)           one thread, file to pixels
-    runs = trained_from(workload, ways, steps, rounds)
 
 `FormDataset` is a class of this module, so that a DataLoader's workers find it.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,7 @@ from labutils.data.file_cache import whole_file
 from labutils.data.images import Preprocess
 from labutils.data.tokenizers import clip_tokenizer
 from labutils.profiling import cuda
-from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise
-from labutils.training import Benchmark
 from labutils.workloads import Workload
 
 Kept = Sequence[Path] | np.ndarray
@@ -88,21 +85,3 @@ class FormDataset(Dataset):
         pixels = decoded(one.read_bytes()) if isinstance(one, Path) else one
         image = self.preprocess.pixels(Image.fromarray(pixels))
         return {"pixel_values": image, "input_ids": self.token_ids[place]}
-
-
-Way = tuple[Recipe, Kept, dict[str, Any]]
-"""A recipe, what its pictures are kept in, and the tags of that."""
-
-
-def trained_from(
-    workload: Workload, ways: Mapping[str, Way], steps: int, rounds: int | None = None
-) -> dict[str, Run]:
-    """Name -> run of each of `ways`, interleaved by rounds. The first is the base, and measured
-    twice."""
-    made: list[FormDataset] = []  # the last one is the trainer's that is being built
-    tags = {name: {"experiment": "image input"} | form for name, (_, _, form) in ways.items()}
-    with Benchmark(workload, warmup=1, dataset=lambda model, recipe: made[-1]) as bench:
-        for name, (recipe, kept, _) in ways.items():
-            made.append(FormDataset(kept, workload))
-            bench.prepare({name: recipe})
-        return bench.compare({name: way[0] for name, way in ways.items()}, steps, rounds, tags)

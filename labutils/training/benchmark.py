@@ -44,7 +44,7 @@ ROUND_MS = {"tiny": 100, "small": 400, "full": 400}
 """A round lasts at least this long: a handful of 25 ms steps can't tell noise from drift."""
 SETTLE_MS = 100
 """A recipe runs at least this long on a GPU before it is timed."""
-LONG_MS = 50 * SETTLE_MS
+LONG_MS = 10 * SETTLE_MS
 """A step of this length needs no settling, which would take as long again."""
 WATCH_MS = 2000
 """Utilisation is watched at least this long: the driver renews it a few times a second only."""

@@ -9,8 +9,6 @@ from labutils.labs.ladders import A2_BASE
 from labutils.workloads import open_workload
 
 QUICK = A2_BASE.but(layers="rewritten", learning_rate=3e-3, micro_batch=2)
-BLOCKS = QUICK.but(micro_batch=1, compile_scope="blocks")
-
 
 pytestmark = pytest.mark.usefixtures("single_thread")
 
@@ -43,14 +41,17 @@ def test_a_column_of_the_table_is_one_comparison_with_its_base_twice(uniform):
 
 
 def test_varied_images_recompile_and_uniform_ones_settle(uniform, varied):
-    settled = lab06_anyres.recompilations(uniform, BLOCKS, 3)
+    published, rewritten = A2_BASE.but(micro_batch=1), QUICK.but(micro_batch=1)
+    settled = lab06_anyres.recompilations(uniform, published, 3)
     assert settled.metrics["further_image_token_counts"] == 0
     assert settled.samples["recompilations"][2:] == [0]
-    moved = lab06_anyres.recompilations(varied, BLOCKS, 3)
+    moved = lab06_anyres.recompilations(varied, published, 3)
     assert moved.metrics["further_image_token_counts"] > 0
     assert settled.workload == moved.workload, "or their counts could not be compared"
     assert moved.metrics["recompilations"] == sum(moved.samples["recompilations"])
     assert moved.metrics["recompilations"] > settled.metrics["recompilations"]
+    by_places = lab06_anyres.recompilations(varied, rewritten, 4)
+    assert by_places.samples["recompilations"][2:] == [0, 0]
 
 
 # Any shape
