@@ -78,7 +78,11 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     compiler = {name: Compilation() for name in recipes}
     # Trainers side by side share the 8 variants that PyTorch allows a function.
     more = torch._dynamo.config.patch(recompile_limit=16)
-    if workload.device.type == "cuda":  # else this model's first kernels load in the first method
+    if workload.device.type == "cuda":
+        # Models side by side leave gaps in memory that fit none of the others. Segments that grow
+        # leave few; else memory is given back to the driver in the midst of a step, for seconds.
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        # Else this model's first kernels load in the first method.
         with Trainer(workload, next(iter(recipes.values()))) as warm:
             warm.step()
         del warm
@@ -105,9 +109,9 @@ def load_libraries(device: str) -> None:
 
 
 def side_by_side(runs: Iterable[Run]) -> pd.DataFrame:
-    """The article's table: a column a method, and for each batch size a row of times, of floors, of
+    """The article's table: a column a method, and for each batch size rows of times, of floors, of
     useful tokens a second and of memory."""
-    heads = {"step_ms": "step, ms", "floor_ms": "floor, ms"}
+    heads = {"step_ms": "step, ms", "data_ms": "of it data, ms", "floor_ms": "floor, ms"}
     heads |= {"useful_tokens_per_s": "useful tokens/s", "peak_allocated_gb": "memory, GB"}
     frame = to_frame(runs).set_index(["batch", "method"]).reindex(columns=list(heads))
     frame = frame.rename(columns=heads)
@@ -121,10 +125,11 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
     """Train for `batches` steps on new micro-batches and count what has to be compiled anew.
 
     Only Dynamo is at work, which traces, guards and decides; its graphs then run as they are
-    (backend "eager"), so that counting takes seconds. The model is compiled as a whole. The run has
-    the recompilations by step as samples; its caller says what they are of.
+    (backend "eager"), so that counting takes seconds. The model is compiled as a whole. Samples of
+    the run, by step: `recompilations` and the `tokens` of an example. Its caller says what they are
+    of.
     """
-    by_step, image_tokens = [], set()
+    by_step, tokens, image_tokens = [], [], set()
     torch._dynamo.reset()
     with Trainer(workload, recipe) as trainer:
         workload.called(trainer.model).compile(backend="eager")
@@ -132,28 +137,31 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
             for _ in range(batches):
                 batch, before = next(trainer.batches), compiled.recompilations
                 ids = batch["input_ids"][0]
+                tokens.append(len(ids))
                 image_tokens.add(int((ids == ids.mode().values).sum()))
                 trainer.step(iter([batch]))
                 by_step.append(compiled.recompilations - before)
     torch._dynamo.reset()
     metrics = compiled.metrics() | {"further_image_token_counts": len(image_tokens) - 1}
-    found = {"samples": {"recompilations": by_step}, "metrics": metrics}
+    found = {"samples": {"recompilations": by_step, "tokens": tokens}, "metrics": metrics}
     return Run("", "", workload="llava-lora, counted", scale=workload.scale, **found)
 
 
 # Any shape, and fast
 
 PADDED = {"shapes": "padded", "token_budget": 3072, "dynamic": "static"}
-"""What gives the rung "blocks compiled" one shape for good: rows padded to one length. Code that
-takes any length gets these rows, too."""
+"""Rows padded to one length, and code for that length alone."""
 
 
 def shape_recipes(scale: str) -> dict[str, Recipe]:
-    """Run's name -> recipe of the ladder's rungs, and of compiled blocks on rows of one shape. At
-    tiny nothing is compiled, which takes a minute."""
+    """Run's name -> recipe of the ladder's rungs, and of compiled blocks on rows of one shape.
+
+    "padded, any" comes after "blocks compiled": it runs that rung's code, which has met several
+    lengths and takes any. At tiny nothing is compiled, which takes a minute.
+    """
     recipes = climb(A2_LADDER)
     recipes["padded"] = recipes["blocks compiled"].but(**PADDED)
-    recipes["padded, any"] = recipes["padded"].but(dynamic="any")
+    recipes["padded, any"] = recipes["padded"].but(dynamic=recipes["blocks compiled"].dynamic)
     if scale != "tiny":
         return recipes
     plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}

@@ -51,15 +51,17 @@ def decoded(content: bytes) -> np.ndarray:
 
 
 def decoding(form: str, files: Sequence[Path], decode: Callable[[bytes], Any], **tags: Any) -> Run:
-    """The run of files that are decoded one by one: `read_ms`, `decode_ms`, and `mb` a file."""
-    samples: dict[str, list[float]] = {"read_ms": [], "decode_ms": []}
+    """The run of files that are decoded one by one: `read_ms`, `decode_ms` and of it `cpu_ms`, the
+    time that this process kept a CPU busy, and `mb` a file."""
+    samples: dict[str, list[float]] = {"read_ms": [], "decode_ms": [], "cpu_ms": []}
     decode(files[0].read_bytes())
     for file in files:
         began = time.perf_counter()
         content = file.read_bytes()
-        read = time.perf_counter()
+        read, worked = time.perf_counter(), time.process_time()
         decode(content)
         cuda.synchronize()
+        samples["cpu_ms"].append(1e3 * (time.process_time() - worked))
         samples["read_ms"].append(1e3 * (read - began))
         samples["decode_ms"].append(1e3 * (time.perf_counter() - read))
     metrics = {name: summarise(times) for name, times in samples.items()}

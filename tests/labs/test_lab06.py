@@ -63,6 +63,8 @@ def test_one_shape_differs_from_its_rung_in_the_rows_alone():
     assert base.compile == "default"
     changed = dict(recipes["padded"].as_dict().items() - base.as_dict().items())
     assert changed.keys() == {"shapes", "token_budget", "dynamic"}
+    changed = dict(recipes["padded, any"].as_dict().items() - base.as_dict().items())
+    assert changed.keys() == {"shapes", "token_budget"}  # so it is that rung's code
     tiny = lab06_anyres.shape_recipes("tiny")
     assert all(recipe.compile == "off" for recipe in tiny.values())
     assert {"padded", "packed", "bf16"} <= tiny.keys() < recipes.keys()
