@@ -81,7 +81,7 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     if workload.device.type == "cuda":
         # Models side by side leave gaps in memory that fit none of the others. Segments that grow
         # leave few; else memory is given back to the driver in the midst of a step, for seconds.
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
         # Else this model's first kernels load in the first method.
         with Trainer(workload, next(iter(recipes.values()))) as warm:
             warm.step()
