@@ -20,12 +20,12 @@
 #
 # Article A2 trains LLaVA-NeXT, which reads images and text, with FP8, `torch.compile` and QLoRA. Compiled, and with all images
 # forced to one size, a step takes half the time. The article's explanation is *AnyRes*: images of different shapes become different
-# numbers of tokens, and the compiler starts over. But a small square also has fewer tokens.
+# numbers of tokens, and the compiler starts over. But a small square has fewer tokens, too.
 #
 # **After this lab you can**
 # - write a multimodal collator, and count tokens and recompilations;
 # - take a speed-up apart into its causes;
-# - pack examples, and compute a loss in chunks;
+# - write a packed training step that is compiled once for all images;
 # - hold FP8 weights once, under LoRA;
 # - choose a method by its total time.
 #
@@ -299,9 +299,8 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# One of BF16's six steps took 4.1 s, twice as long as the others: no time decides.
+# One of BF16's eight steps took 3.5 s, so by rule no time decides. On another H200:
 #
-# On another H200:
 
 # %%
 some |= {"batch": (2, 8, 16, 24), "method": METHODS}
@@ -320,16 +319,17 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Against BF16, mostly at batches 8 to 24: there each time is of one step, noise unknown.
+# Making the data takes the host a different time at each visit. Take it off each step, and batches 4 to 24 agree on both machines.
+# Against BF16:
 #
-# - *fixed* saves 55 to 56 % of the time and 15 to 23 % of the memory. Compared with *compile*, its step is 37 to 38 % shorter, its
-#   useful tokens a second 35 to 36 % fewer.
-# - *compile* saves 28 to 30 % of the time, *fp8-te* 13 to 19, at batch 2 unclear. Neither saves memory.
-# - *qlora* takes 11 to 12 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example, measured
+# - *fixed* saves 54 to 57 % of the time and 10 to 23 % of the memory. It trains on a third fewer useful tokens a second than
+#   *compile*.
+# - *compile* saves 28 to 30 % of the time, *fp8-te* 16 to 19. Neither saves memory.
+# - *qlora* takes 16 to 19 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example, measured
 #   were 0.96.
 #
-# **Takeaway.** Probably *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves 10 GB once and pays
-# 1 GB an example.
+# **Takeaway.** *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves 10 GB once and pays 1 GB an
+# example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -387,7 +387,7 @@ plt.show()
 # Each counts twice: the first block's input has no gradient, so it gets code of its own.
 #
 # Reading a number off the device splits the code: a *graph break*. The published model counts image tokens on the device, to check
-# them. A collator can say beforehand which image token belongs where, and check on the CPU.
+# them. A collator can say beforehand which patch each image token shows: its *source*.
 
 # %%
 IMAGE = processor.image_token_id
@@ -442,7 +442,8 @@ my_recompilations: float | None = None  # for example 8
 lab.predict("recompilations on 500 x 500 images", my_recompilations, "recompilations")
 
 # %% [markdown]
-# Only the tracer, Dynamo, runs, on the smallest model, compiled as a whole. *places* come from the course's collator.
+# Only the tracer, Dynamo, runs, on the smallest model. *sources*: they come from the collator, and the forward pass checks nothing
+# on the device.
 
 # %%
 small = {
@@ -462,14 +463,13 @@ for images, workload in {"uniform": uniform.name, "varied": varied.name}.items()
 lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
-# Varying images make the compiler start over: 20 times in six steps, against 12 with images of one size. *uniform*'s 9 in step 2
-# come from an answer that is a token longer. The article's images have one size: there only answers could do it, and only until
-# step 2. That delays the start, not each step. In your script `TORCH_LOGS=recompiles` prints each, with the guard that failed.
+# With varying images the published model starts over in each of six steps, 20 pieces in all. With images of one size it does so in
+# two: 3 pieces in step 1, whatever the length, and 9 in step 2, where the answer is a token longer. So in the article only answers
+# could do it, at the start. `TORCH_LOGS=recompiles` prints each.
 #
-# With places from the collator nothing is compiled from step 3 on. The course's says more than `places_of`: which patch each image
-# token shows, without the published model's unpadding.
+# With sources one piece is left, in step 2, also where images vary.
 #
-# **Takeaway.** Have the collator compute which patch each image token shows. Then one compiled model takes any image.
+# **Takeaway.** Have the collator compute sources, and keep checks off the device. Then one compiled model takes any image.
 
 # %% [markdown]
 # ## 5 · Half the time, as a sum
@@ -540,11 +540,11 @@ for name, two in pairs.items():
 lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
-# It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; its ranges allow 1 to 13. On our H200s it is 2 to 5 points, of
-# which making the data is 1 to 3.
+# It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; its ranges allow 1 to 13. On our H200s it is 2 to 4, at batch
+# 2 −2.
 #
-# Does the rest come from constant shapes? Small inputs save more than their FLOPs in eager mode, too, where nothing is compiled: 36
-# % of the time for 32 % of the FLOPs. And *compile* had images of one size here, as in the article: its code was compiled once.
+# Does the rest come from constant shapes? Here it can't: *compile* had images of one size, too, and was compiled once. Small inputs
+# save more than their FLOPs in eager mode as well: 38 % of the time, at least 35, for 32 % of the FLOPs.
 #
 # FLOPs without padding to 2,048:
 
@@ -555,7 +555,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Compiling and smaller inputs make nearly all of the half. Constant shapes make at most the rest.
+# **Takeaway.** Compiling and smaller inputs make nearly all of the half, constant shapes at most the rest.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -563,8 +563,8 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 # **Question.** The article wishes for kernels that take any length, so that AnyRes is as fast as fixed shapes. How fast can it be
 # today?
 #
-# **Is one length faster by itself?** One full image a step, all rows padded to one length. Blocks are compiled for any length
-# (*padded, any*) or for that one (*padded*). No block is computed again, unlike section 3.
+# **Is one length faster by itself?** One full image a step, all rows padded to one length. *padded* is compiled for that length.
+# *padded, any* runs code that met other lengths before, and takes any. No block is computed again.
 
 # %%
 uniform.release_weights()
@@ -580,8 +580,7 @@ lab.show(two, columns, experiment="one shape")
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
-# One length is hardly faster by itself: *padded* took 1 % less time a token, 0 to 1 % by its interval. The verdict is
-# *inconclusive* by rule, as the plain loop below, measured twice, differs by −30 to +10 %.
+# For *any* nothing was compiled: its first step took 0.2 s. One length took 1 % less time a token, between 2 % less and 3 % more.
 #
 # **Technique.** *Packing*: several examples share a row, and a mask keeps them apart.
 
@@ -611,8 +610,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
 # window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal.
 #
-# **A batch, packed for the real model,** with section 4's places in place of the model's own check. It gets no mask: transformers 5
-# finds the boundaries where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
+# **A packed training step of the real model,** compiled as a whole, with section 4's sources. It gets no mask: transformers 5 finds
+# the boundaries where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
 
 # %%
 tiny_ones = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -700,7 +699,7 @@ for loss in losses.values():
 
 # %% [markdown]
 # **All together.** The ladder starts with the plain loop on varied images. Each rung keeps the changes above it. *no host waits*
-# takes places from the collator, has the fused AdamW, and reads no loss. *packed* computes logits of answers only.
+# has sources, a forward pass without checks, the fused AdamW, and reads no loss. *answers only* computes logits of answers alone.
 #
 # **Prediction.** What are the last rung's useful tokens a second, divided by the plain loop's?
 
@@ -725,10 +724,10 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The last rung has 1.94 times the plain loop's useful tokens a second, and 2.2 times its images. Packing's part of the last 1.16x
-# can't be told: *packed* also had smaller images, four times the tokens in a step, and logits of answers only.
+# The last rung has 1.9 times the plain loop's useful tokens a second, 2.2 times its images. Compiled blocks make most of it, 1.46x.
+# *answers only* adds nothing that shows. *packed* adds 1.13x; its rows also hold smaller images, and four times the tokens.
 #
-# **Takeaway.** No host waits and compiled blocks together were 1.65 times as fast, on an unsteady machine.
+# **Takeaway.** Code for any length is about as fast as code for one. Compile the blocks, then pack.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -915,21 +914,22 @@ steps = model = None
 
 # %% [markdown]
 # Transformer Engine holds 2 bytes a parameter, as many as BF16: the weight and its transpose. With transposes dropped it holds 1.03
-# between steps, as *fp8-frozen* does.
+# between steps, as *fp8-frozen* does. Without FP8 in the two sensitive layers it holds 2 as well.
 #
 # QLoRA's memory isn't reached at batch 1: in section 3's model *fp8-frozen* took 10.4 GB, *qlora* 8.1. At batch 4 it is: 16.3 GB
-# against 16.9, for *qlora* also pays in float32 for each example. FP8 was slower than BF16 here. Probably the host sets the pace:
-# at the GPU's peak BF16's products take some 7 of the 23.7 ms, and FP8's layers launch more operations. In section 3's longer steps
-# *fp8-frozen* was as fast as BF16, *fp8-te* faster.
+# against 16.9, as *qlora* pays in float32 for each example.
 #
-# **Takeaway.** Libraries can hold FP8 weights once between steps, if you drop the transposes. QLoRA takes less memory at batch 1,
-# and no less at batch 4.
+# FP8 took 1.4 to 1.8 times as long as BF16 here. Probably the host sets the pace: at the GPU's peak BF16's products take some 7 of
+# the 26.4 ms, and FP8's layers launch more operations. In section 3's longer steps *fp8-frozen* took as long as BF16.
+#
+# **Takeaway.** Libraries can hold FP8 weights once between steps, if you drop the transposes. At batch 1 QLoRA takes less memory,
+# at batch 4 no less.
 
 # %% [markdown]
 # ## 8 · The loss, or the seed?
 #
 # **Question.** The article compares losses after ten steps of one run each: FP8 +14 %, fixed shapes +2 %, QLoRA −2 %. How far apart
-# are two runs of the *same* recipe?
+# are two seeds of *one* recipe?
 #
 # **Technique.** Pair the runs: one seed draws the same weights and data for both.
 
@@ -949,7 +949,7 @@ print(f"one recipe, five seeds: {one.min():.4f} to {one.max():.4f}")
 print("the other against it, seed by seed:", [f"{change:+.1%}" for change in other / one - 1])
 
 # %% [markdown]
-# In this toy the spread over seeds is far larger than the effect. Paired, the effect has one sign.
+# Paired, the toy's effect has one sign.
 #
 # **Prediction.** What is the spread of BF16's final loss over seeds, largest over smallest, in percent?
 
@@ -980,8 +980,8 @@ for name, run in list(by_seed.items())[1:]:
 lab.show(by_seed.values(), ("start_loss", "final_loss"), experiment="losses by seed")
 
 # %% [markdown]
-# Three seeds of BF16 end 3.8 % apart. Paired, each method is within 0.12 % of BF16. Here a seed also draws the base's weights; a
-# real base is one for all. So this shows how to compare, not the article's losses.
+# Three seeds of BF16 end 3.8 % apart. Paired, each method is within 0.12 % of BF16. Here a seed also draws the base; a real base is
+# one for all. So this shows how to compare, no more.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -989,11 +989,11 @@ lab.show(by_seed.values(), ("start_loss", "final_loss"), experiment="losses by s
 # ## 9 · Which method for me?
 #
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes.
-# Does that follow from its own numbers?
+# Does that follow from its numbers?
 #
-# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. So section 4's second
+# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. Section 4's second
 # compilation is left out. `lab06_advisor.py` computes the article's step times from its percentages and *break-evens*, the steps
-# after which a method is ahead of another.
+# after which one is ahead of another.
 #
 # **Prediction.** Fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579. From which step on is the
 # one without FP8 ahead?
@@ -1056,8 +1056,8 @@ looks |= {"fixed": ("C4", "-"), "fixed-fp8-te": ("grey", "--")}
 drawn(published, "by the article's numbers")
 
 # %% [markdown]
-# The chart doesn't follow. FP8 alone is fastest until about 150 steps, then FP8 with fixed shapes, until 768. The chart's limits,
-# 135 and 220, are break-evens with *BF16*, not with the fastest method.
+# The chart doesn't follow. FP8 alone is fastest until about 150 steps, FP8 with fixed shapes until about 770. The chart's limits,
+# 135 and 220, are break-evens with *BF16*.
 
 # %%
 my_vram_gb, my_batch, my_steps = 48, 4, 2000
@@ -1079,16 +1079,16 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *fixed* ends first, but on small images: in section 3 *compile* trained on more useful tokens a second.
+# *fixed* ends first, but on small images.
 #
-# **Takeaway.** First decide: full images or small squares? By an unsteady machine's times, and allocated GB:
+# **Takeaway.** First decide: full images or small squares? GB are allocated; a card needs more:
 #
 # | you need | take |
 # |---|---|
 # | small squares | *fixed* |
-# | full images, batch 4 | *fp8-te*; after some 30 steps *compile*, or 75 if its step 2 compiles as long as its first |
-# | full images, 20 GB | *compile* at batch 2: 19.4 GB |
-# | full images, 17 GB | *fp8-frozen* at batch 4: 16.3 GB; of the article's methods *qlora*: 16.9 GB, 13 % slower |
+# | full images, 60 GB | section 6's *packed*: 16,000 useful tokens a second, where *compile* at batch 4 has 8,000 |
+# | full images, 24 GB | *bf16* for 10 steps, *fp8-te* for 40, else *compile* |
+# | full images, 17 GB | *fp8-frozen* at batch 4: 16.3 GB; of the article's methods *qlora*: 16.9 GB, 17 % slower |
 
 # %% [markdown]
 # ## Exercises
@@ -1178,7 +1178,6 @@ print(smaller_than(4, from_all, from_answers, few_targets, share=0.1, module=hea
 # - PyTorch: [dynamic shapes](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_dynamic_shapes.html),
 #   guards and recompilations.
 # - M. Krell and others: *[Efficient Sequence Packing without Cross-contamination](https://arxiv.org/abs/2107.02027)*, 2021.
-# - NVIDIA: *[Transformer Engine's documentation](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/)*.
 #
 # Next: lab 07, four bits.
 
