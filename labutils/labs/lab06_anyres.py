@@ -78,11 +78,7 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     compiler = {name: Compilation() for name in recipes}
     # Trainers side by side share the 8 variants that PyTorch allows a function.
     more = torch._dynamo.config.patch(recompile_limit=16)
-    if workload.device.type == "cuda":
-        # Models side by side leave gaps in memory that fit none of the others. Segments that grow
-        # leave few; else memory is given back to the driver in the midst of a step, for seconds.
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-        # Else this model's first kernels load in the first method.
+    if workload.device.type == "cuda":  # else this model's first kernels load in the first method
         with Trainer(workload, next(iter(recipes.values()))) as warm:
             warm.step()
         del warm
