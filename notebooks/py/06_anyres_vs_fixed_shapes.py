@@ -235,7 +235,7 @@ assert torch.equal(ours["labels"][0], course["labels"])
 # A *fixed* row has 1,176 + 14 useful tokens of 2,048, 58 %. AnyRes pads to the longest row. The article's images all have one
 # shape, so it pads little there.
 #
-# **Takeaway.** Padding is 21 % of this AnyRes batch, 42 % of *fixed*.
+# **Takeaway.** Padding is 42 % of *fixed*, 21 % of these four mixed shapes.
 
 # %% [markdown]
 # ## 3 · The article's table
@@ -276,7 +276,7 @@ lab.predict("batch from which QLoRA takes more memory", my_crossing_batch)
 # by more than 3 %, the machine is *unsteady*, and no time decides.
 #
 # *Step* is a median and holds *data*, the making of the batch. Rates and *MFU* use means, where one slow step shows. *Floor* and
-# *MFU* leave out recomputing; the FP8 methods' are by FP8's rate and peak.
+# *MFU* count padding, but no block twice. FP8 methods have FP8's rate and peak.
 
 # %%
 METHODS = ("bf16", "fp8-te", "compile", "fixed", "qlora")  # the article's
@@ -299,7 +299,7 @@ lab.show(cells.values(), columns, **some)
 lab.verdict("A2.fp8.memory", "A2.qlora.memory-growth")
 
 # %% [markdown]
-# One of BF16's eight steps took 3.5 s, so by rule no time decides. On another H200:
+# One of BF16's eight steps took 3.5 s, so by rule no time decides. On another H200, from batch 8 on by one step each:
 #
 
 # %%
@@ -319,13 +319,13 @@ ax.legend()
 plt.show()
 
 # %% [markdown]
-# Making the data takes the host a different time at each visit. Take it off each step, and batches 4 to 24 agree on both machines.
+# Making the data takes the host a different time at each visit. Take it off each step. Then batch 4 here and 8 to 24 there agree.
 # Against BF16:
 #
-# - *fixed* saves 54 to 57 % of the time and 10 to 23 % of the memory. It trains on a third fewer useful tokens a second than
+# - *fixed* saves 54 to 55 % of the time and 10 to 23 % of the memory. It trains on a third fewer useful tokens a second than
 #   *compile*.
-# - *compile* saves 28 to 30 % of the time, *fp8-te* 16 to 19. Neither saves memory.
-# - *qlora* takes 16 to 19 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example, measured
+# - *compile* saves 28 to 29 % of the time, *fp8-te* 16 to 18. Neither saves memory. At batch 2 *fp8-te* takes longer.
+# - *qlora* takes 17 to 19 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example, measured
 #   were 0.96.
 #
 # **Takeaway.** *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves 10 GB once and pays 1 GB an
@@ -464,8 +464,8 @@ lab.verdict("A2.anyres.recompiles", "A2.anyres.cause")
 
 # %% [markdown]
 # With varying images the published model starts over in each of six steps, 20 pieces in all. With images of one size it does so in
-# two: 3 pieces in step 1, whatever the length, and 9 in step 2, where the answer is a token longer. So in the article only answers
-# could do it, at the start. `TORCH_LOGS=recompiles` prints each.
+# two: 3 pieces in step 1 already, 9 in step 2, where the answer is a token longer. So in the article only answers could do it, at
+# the start. `TORCH_LOGS=recompiles` prints each.
 #
 # With sources one piece is left, in step 2, also where images vary.
 #
@@ -541,10 +541,10 @@ lab.verdict("A2.fixed.speed")
 
 # %% [markdown]
 # It is 20 + 0.8 · 32 = 46 % shorter. The article's rest is 7 points; its ranges allow 1 to 13. On our H200s it is 2 to 4, at batch
-# 2 −2.
+# 2 even −2.
 #
-# Does the rest come from constant shapes? Here it can't: *compile* had images of one size, too, and was compiled once. Small inputs
-# save more than their FLOPs in eager mode as well: 38 % of the time, at least 35, for 32 % of the FLOPs.
+# Does the rest come from constant shapes? At batch 4 it can't: *compile* had rows of one length, too, and was compiled once. Small
+# inputs save more than their FLOPs in eager mode as well: 35 % of the time without data, for 32 %.
 #
 # FLOPs without padding to 2,048:
 
@@ -555,7 +555,7 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
     print(f"{size[0]} x {size[1]}: {n:,} tokens, {step_flops(n, tiles) / whole:.0%} of the FLOPs")
 
 # %% [markdown]
-# **Takeaway.** Compiling and smaller inputs make nearly all of the half, constant shapes at most the rest.
+# **Takeaway.** Compiling and smaller inputs make nearly all of the half here, constant shapes at most the rest.
 
 # %% [markdown]
 # ## 6 · Any shape, and fast
@@ -608,7 +608,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 
 # %% [markdown]
 # On a GPU `torch.nn.attention.varlen.varlen_attn` takes boundaries, no mask: `varlen_attn(q, k, v, ends, ends, n, n,
-# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal.
+# window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal. `AttentionInterface.register` gives
+# it to transformers: see `packed_attention.py`.
 #
 # **A packed training step of the real model,** compiled as a whole, with section 4's sources. It gets no mask: transformers 5 finds
 # the boundaries where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
@@ -668,8 +669,7 @@ for step, photographs in enumerate((leaves[:2], leaves[2:], leaves[1:3])):
 torch.compiler.reset()
 
 # %% [markdown]
-# **Optional: memory of the loss.** Logits are 32,064 numbers a token. Computed in chunks, and each chunk again in the backward
-# pass, they never exist all at once.
+# **Optional: the loss in chunks.** Each chunk's logits are computed again in the backward pass, so never do all exist at once.
 
 
 # %%
@@ -724,10 +724,11 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The last rung has 1.9 times the plain loop's useful tokens a second, 2.2 times its images. Compiled blocks make most of it, 1.46x.
-# *answers only* adds nothing that shows. *packed* adds 1.13x; its rows also hold smaller images, and four times the tokens.
+# The last rung has 1.9 times the plain loop's useful tokens a second by mean rates, 1.8 by the figure's medians. Compiled blocks
+# make most of it, 1.46x. *answers only* adds nothing that shows. *packed* adds 1.13x, within the noise; its rows have four times
+# the tokens, and it takes twice the memory.
 #
-# **Takeaway.** Code for any length is about as fast as code for one. Compile the blocks, then pack.
+# **Takeaway.** Code for any length is about as fast as code for one: compile blocks.
 
 # %% [markdown]
 # ## 7 · FP8 weights, held once
@@ -916,10 +917,10 @@ steps = model = None
 # Transformer Engine holds 2 bytes a parameter, as many as BF16: the weight and its transpose. With transposes dropped it holds 1.03
 # between steps, as *fp8-frozen* does. Without FP8 in the two sensitive layers it holds 2 as well.
 #
-# QLoRA's memory isn't reached at batch 1: in section 3's model *fp8-frozen* took 10.4 GB, *qlora* 8.1. At batch 4 it is: 16.3 GB
-# against 16.9, as *qlora* pays in float32 for each example.
+# QLoRA's memory isn't reached at batch 1: on another H200 *fp8-frozen* took 10.4 GB, *qlora* 8.1, as the verdict says. At batch 4
+# it is: 16.3 GB against 16.9, as *qlora* pays in float32 for each example.
 #
-# FP8 took 1.4 to 1.8 times as long as BF16 here. Probably the host sets the pace: at the GPU's peak BF16's products take some 7 of
+# FP8 took 1.4 to 1.7 times as long as BF16 here. Probably the host sets the pace: at the GPU's peak BF16's products take some 7 of
 # the 26.4 ms, and FP8's layers launch more operations. In section 3's longer steps *fp8-frozen* took as long as BF16.
 #
 # **Takeaway.** Libraries can hold FP8 weights once between steps, if you drop the transposes. At batch 1 QLoRA takes less memory,
@@ -989,11 +990,10 @@ lab.show(by_seed.values(), ("start_loss", "final_loss"), experiment="losses by s
 # ## 9 · Which method for me?
 #
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes.
-# Does that follow from its numbers?
+# Does that follow?
 #
 # **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. Section 4's second
-# compilation is left out. `lab06_advisor.py` computes the article's step times from its percentages and *break-evens*, the steps
-# after which one is ahead of another.
+# compilation is left out. `lab06_advisor.py` has the article's step times, computed from its percentages and break-evens.
 #
 # **Prediction.** Fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579. From which step on is the
 # one without FP8 ahead?
@@ -1079,16 +1079,15 @@ if on_gpu and answers:
 lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 
 # %% [markdown]
-# *fixed* ends first, but on small images.
+# Here *fixed* overtakes BF16 after six steps: blocks compile in 9 s, the article's model in 106.
 #
 # **Takeaway.** First decide: full images or small squares? GB are allocated; a card needs more:
 #
 # | you need | take |
 # |---|---|
 # | small squares | *fixed* |
-# | full images, 60 GB | section 6's *packed*: 16,000 useful tokens a second, where *compile* at batch 4 has 8,000 |
-# | full images, 24 GB | *bf16* for 10 steps, *fp8-te* for 40, else *compile* |
-# | full images, 17 GB | *fp8-frozen* at batch 4: 16.3 GB; of the article's methods *qlora*: 16.9 GB, 17 % slower |
+# | full images, 27 GB | section 6's *blocks compiled*, no block computed twice |
+# | full images, 17 GB | *fp8-frozen* at batch 4: 16.3 GB; of the article's methods *qlora*: 16.9 GB, slower |
 
 # %% [markdown]
 # ## Exercises

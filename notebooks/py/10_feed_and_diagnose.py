@@ -35,8 +35,8 @@
 # | `full` | a GPU of 40 GB | 4 minutes |
 #
 # Without a GPU, nvJPEG and CUDA's variables are left out. Numbers in the text are *the recorded H200*'s; *ours* is an H100's, by an
-# older edition with other workers and another network. Both machines were unsteady: the same loop differs by up to a third. Trust
-# what is larger than that.
+# older edition with other workers and another network. Both machines were unsteady: the same loop differs by up to a third. Where a
+# change is larger than that, trust its direction, not its size.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -177,7 +177,7 @@ lab.show(decodes, columns, experiment="decode")
 # long. The GPU decoded a JPEG in 0.7 ms. In that time the CPU waits, busy: even so the GPU spares it 4 of 4.7 ms. Reading a cached
 # file took about 1 % of a core's decoding, or less. These pictures are drawn: photographs may take other sizes and times.
 #
-# **Takeaway.** Where loss is allowed, JPEG is the fastest of the three to decode.
+# **Takeaway.** Where pictures may lose a little, JPEG is the fastest of the three to decode.
 
 # %% [markdown]
 # ## 2 · Page cache and memory map
@@ -210,7 +210,7 @@ with lab.attempt("forgetting files"):
 # %% [markdown]
 # A faster disk would save at most 2 %, of PNG and of JPEG: for a PNG the disk adds 0.8 ms, and decoding takes 42.7. A disk with a
 # cache of its own, or a system that declines to forget, makes this percentage too small. Slow storage, the article's case, wasn't
-# tested. By the same formula: at 100 MB/s a PNG of 1.25 MB takes 12.5 ms to read, of 55 in all. There a faster disk could save 23
+# tested. By the same formula: at 100 MB/s a PNG of 1.25 MB takes 12.5 ms to read, of 55 in all. There a faster disk could save 22
 # %.
 #
 # A *memory map* is a file that is addressed like memory. Here it holds pixels, decoded and resized once. The system loads a page
@@ -268,7 +268,7 @@ print(f"resizing a picture: {resizing:.1f} ms")
 #         ...  # as above
 # ```
 #
-# Index it in no process that starts workers: its pickle would hold the map again.
+# Don't read from it before workers start: their pickle would hold the map again.
 #
 # For random crops map larger pictures, and crop in `__getitem__`.
 #
@@ -321,7 +321,7 @@ print("r:", {form: f"{one:.1f} ms" for form, one in r.items()}, f"c: {c:.1f} ms"
 
 # %% [markdown]
 # **Measurement.** Now train. Without workers pictures come from PNG, JPEG, the map or memory; with one or two workers from PNG,
-# with one from JPEG. A worker keeps one batch ready: with more it would take more steps until these are used up.
+# with one from JPEG. A worker keeps one batch ready.
 #
 # **Your prediction:** by how many percent does the memory map shorten the step, against PNG without workers?
 
@@ -382,21 +382,24 @@ with lab.attempt("the formula beside what was measured"):
     plt.show()
 
 # %% [markdown]
-# The order is as the formula says: without workers JPEG helps, the map helps more; two workers on PNG do as well as the map. With
-# one worker JPEG is hidden, PNG is not, as 89 is less than $c$, and 224.5 more. On the map a worker would save 9 ms at most: $c$ is
-# left.
+# Large differences come as the formula says. Without workers JPEG helps, the map helps more, and two workers on PNG do about as
+# well as the map. With one worker JPEG is hidden, PNG is not: 89 is less than $c$, and 224.5 more. On the map a worker would save 9
+# ms at most, for $c$ is left. Where promises are near each other they don't tell the order: PNG with one worker was promised 225,
+# JPEG without workers 238, and measured they are the other way round.
 #
-# By rounds the map shortened the step by 61 %, JPEG by 38. One worker shortened it by 27 %, two by 57. These are the inverse of
-# *speed-up*: each is a median of ratios, round by round. So they differ a little from the medians of *step*.
+# By rounds the map shortened the step by 61 %, JPEG by 38. Two workers shortened it by 57 %, one by 27, which the noise can hide.
+# *Speed-up* is the median of ratios, round by round, so it differs a little from the ratio of two medians.
 #
-# Every step took longer than promised, by 9 to 45 %. *Waiting* tells where: PNG's loop waited 263 ms, again 343, where $r$ alone
-# was 224. So $r$ isn't one number here: the same code took half as long again beside other work. With the loops' own $r$ one
-# worker's 296 ms is no surprise. The other part is $c$: steps without any wait took 182 ms, where $c$ alone was 149. We don't know
-# which other work it was, ours or a neighbour's.
+# Every step took longer than promised, by 9 to 45 %, for neither number stays the same:
 #
-# *PNG, again* is the first loop repeated, in the same rounds. It took 7 to 34 % longer. So by the course's rule the machine is
-# *unsteady*, and every verdict on a time in this lab *inconclusive*: also where a change is far larger. The figure's bars are the
-# 10th to the 90th percentile.
+# - $r$: alone 224 ms, as the wait of PNG's loop 263, of *again* 343. With these one worker's 296 ms is no surprise.
+# - $c$: alone 149 ms. Step less wait is 155 to 174 in the loops without workers, 177 to 188 with them. So workers, which share the
+#   host's cores and memory, seem to lengthen $c$. They aren't all: *again* has none, and 197.
+#
+# *PNG, again* is the first loop repeated, in the same rounds, and took a quarter longer, 7 to 34 % by its interval. So by the
+# course's rule the machine is *unsteady*, and verdicts on a time are *inconclusive* in this lab. Each says whether the change is
+# larger than the noise: then its direction is clear, its size isn't. The figure's bars are the 10th to the 90th percentile; *again*
+# isn't drawn.
 #
 # Why does JPEG save less than the map?
 #
@@ -406,14 +409,15 @@ with lab.attempt("the formula beside what was measured"):
 # | JPEG | 22.3 | 4.7 | 17.6 |
 # | memory map | 2.3 | none | 2.3 |
 #
-# A faster decoder can't remove the rest, mostly resizing. Section 2 timed that by itself: 26.9 ms, in a slow moment. The map's
-# pictures go through the same code (`FormDataset`), but needn't be resized.
+# A faster decoder can't remove the rest. Resizing belongs to it: by itself, at another moment, it took 26.9 ms, more than the whole
+# rest, so we can't tell its share. The map's pictures go through the same code (`FormDataset`), but needn't be resized. JPEGs saved
+# at 512 × 512 needn't either: we didn't time that.
 #
 # By the formula you need at least $r / c$ workers: here 224 / 149, so two. If $r / c$ is more than your cores, also decode and
 # resize once. What is left is $c$, here ten times the *floor*, the least time for the arithmetic: lab 04 lowers it.
 #
-# **Takeaway.** Measure $r$ and $c$; they tell the order of what pays. Without workers all that lowers $r$ shortens the step. Once
-# workers hide the wait, only a smaller $c$ does.
+# **Takeaway.** Measure $r$ and $c$. Without workers all that lowers $r$ shortens the step. Once workers hide the wait, only a
+# smaller $c$ does.
 
 # %% [markdown]
 # ## 4 · Switches in the environment
@@ -533,7 +537,8 @@ lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 # ends in a wait. Kernels here are short; long ones should lose less. An empty `CUDA_VISIBLE_DEVICES` hid all GPUs. That `0` showed
 # one means nothing on a machine that has one.
 #
-# **Takeaway.** Processes times threads shouldn't exceed the cores. Unset `CUDA_LAUNCH_BLOCKING` before you measure anything.
+# **Takeaway.** One thread for each core, over all processes, was best of what we tried. Unset `CUDA_LAUNCH_BLOCKING` before you
+# measure anything.
 
 # %% [markdown]
 # ## 5 · Diagnose a script
@@ -587,6 +592,21 @@ if __name__ == "__main__":
 # `labutils diagnose -- python train.py` runs it for some twenty steps, and times and traces some of them. It replays the traced
 # step with one thing changed, for example without the wait for data, and ranks what that saves. For workers this is section 3's
 # formula: $r$ is the wait for data, $c$ the rest of the step.
+#
+# Without the tool you time the two in your own loop:
+#
+# ```python
+# batches, waits, steps = iter(loader), [], []
+# for _ in range(20):
+#     began = time.perf_counter()
+#     images = next(batches)
+#     waits.append(time.perf_counter() - began)
+#     ...  # the step, and torch.cuda.synchronize()
+#     steps.append(time.perf_counter() - began)
+# r, step = median(waits[2:]), median(steps[2:])
+# for w in (1, 2, 4, 8):
+#     print(w, "workers save", 1 - max(step - r, r / w) / step)
+# ```
 
 # %%
 script = folder / "train.py"
@@ -621,8 +641,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 
 # %% [markdown]
 # One look found a change that pays: 16 workers saved 92 % of the step, where 94 % were promised. But so near to 100 % a percentage
-# hides much. The promised step takes 6.1 ms; both measured ones took 9.5, 56 % longer. Part of that is $r$ again: these turns' own
-# $r / w$ is 7.0 and 7.2.
+# hides much. The promised step takes 6.1 ms; both measured ones took 9.5, 56 % longer. A third of that is $r$ again: these turns'
+# own $r / w$ is 7.0 and 7.2. The rest we can't explain: sixteen workers and the loop have sixteen cores.
 #
 # More workers than cores won't help. So lower $r$ instead: from a map, without a worker, the step took 1.5 and 1.6 ms. The tool
 # doesn't propose a map. $r$ and $c$ do.
@@ -630,10 +650,11 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # **Question.** Does the predicted order hold on a real training loop?
 #
 # **Measurement.** On record are loops of the course: *SD1.5*, article A1's stock script, with four micro-batches of one image;
-# LLaVA; Qwen3. Each was diagnosed, then each fix alternated with the unchanged loop (`labutils/tools/ablations.py`). The H100's
-# predictions were calculated afterwards, from times of the rounds in which the fixes were measured. We chose the fixes before
-# measuring. *Measured* is the rounds' median, with the least and the most, in percent of the step saved; for *padding*, of the time
-# per useful token. *Step off by* −20 %: the predicted step is 20 % shorter than the measured one.
+# LLaVA; Qwen3. Each was diagnosed, then each fix alternated with the unchanged loop (`labutils/tools/ablations.py`). These records
+# are of 23 and 26 November, on other machines. The H100's predictions were calculated afterwards, from times of the rounds in which
+# the fixes were measured. We chose the fixes before measuring. *Measured* is the rounds' median, with the least and the most, in
+# percent of the step saved; for *padding*, of the time per useful token. *Step off by* −20 %: the predicted step is 20 % shorter
+# than the measured one.
 
 # %%
 ours = reference_runs("10").select(experiment="diagnosis")
@@ -645,8 +666,8 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # 29 % are of a useful token, too. Qwen3 in float32 doesn't let us judge: a range is too wide. Predicted steps are off by −20 to +17
 # %; that of *precision* by +32 %. Gains don't add up: the first four predictions sum to 185 %.
 #
-# **Takeaway.** In four loops of five the tested fix ranked first was the best. The tool didn't propose the map: so also calculate
-# with $r$ and $c$, change one thing, measure again.
+# **Takeaway.** In four loops of five the fix ranked first was the best of the two to four that were tested; one range is too wide.
+# The tool didn't propose the map: so also calculate with $r$ and $c$, change one thing, measure again.
 
 # %% [markdown]
 # ## Exercises
