@@ -322,14 +322,14 @@ plt.show()
 # Making the data takes the host a different time at each visit. Take it off each step. Then batch 4 here and 8 to 24 there agree.
 # Against BF16:
 #
-# - *fixed* saves 54 to 55 % of the time and 10 to 23 % of the memory. It trains on a third fewer useful tokens a second than
+# - *fixed* saves 54 to 57 % of the time and 10 to 23 % of the memory. It trains on a third fewer useful tokens a second than
 #   *compile*.
-# - *compile* saves 28 to 29 % of the time, *fp8-te* 16 to 18. Neither saves memory. At batch 2 *fp8-te* takes longer.
-# - *qlora* takes 17 to 19 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example, measured
+# - *compile* saves 28 to 30 % of the time, *fp8-te* 17 to 19. Neither saves memory. At batch 2 *fp8-te* takes longer.
+# - *qlora* takes 16 to 18 % longer, and from batch 11 on more memory. The formula says 13: it has 0.77 GB for an example, measured
 #   were 0.96.
 #
-# **Takeaway.** *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves 10 GB once and pays 1 GB an
-# example.
+# **Takeaway.** Here *fixed* leads in images a second, *compile* in useful tokens: report both. QLoRA saves 10 GB once and pays 1 GB
+# an example.
 
 # %% [markdown]
 # ## 4 · How often the compiler starts over
@@ -544,7 +544,7 @@ lab.verdict("A2.fixed.speed")
 # 2 even −2.
 #
 # Does the rest come from constant shapes? At batch 4 it can't: *compile* had rows of one length, too, and was compiled once. Small
-# inputs save more than their FLOPs in eager mode as well: 35 % of the time without data, for 32 %.
+# inputs save more than their FLOPs in eager mode as well: 35 to 37 % of the time without data, for 32 % of the FLOPs.
 #
 # FLOPs without padding to 2,048:
 
@@ -611,8 +611,8 @@ torch.testing.assert_close(together, course.transpose(1, 2))
 # window_size=(-1, 0))`, n = max(lengths), q [tokens, heads, dim]. Its default is *not* causal. `AttentionInterface.register` gives
 # it to transformers: see `packed_attention.py`.
 #
-# **A packed training step of the real model,** compiled as a whole, with section 4's sources. It gets no mask: transformers 5 finds
-# the boundaries where `position_ids` start anew. Each example's first label must be −100, as it is: another text precedes it.
+# **A packed training step,** compiled as a whole, with section 4's sources. It gets no mask: transformers 5 finds the boundaries
+# where `position_ids` start anew. Each example's first label must be −100: another text precedes it.
 
 # %%
 tiny_ones = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -724,9 +724,9 @@ lab.show(rungs, columns + ("mfu", "peak_allocated_gb"), experiment="ladder")
 lab.verdict("A2.left.dynamic")
 
 # %% [markdown]
-# The last rung has 1.9 times the plain loop's useful tokens a second by mean rates, 1.8 by the figure's medians. Compiled blocks
-# make most of it, 1.46x. *answers only* adds nothing that shows. *packed* adds 1.13x, within the noise; its rows have four times
-# the tokens, and it takes twice the memory.
+# The last rung has 1.9 times the plain loop's useful tokens a second by mean rates, 1.8 by medians. Compiled blocks make most of
+# it, 1.46x. *answers only* adds nothing that shows. *packed* adds 1.13x, within the noise of the loop. One image has no padding to
+# remove; the row has four times the tokens, in twice the memory.
 #
 # **Takeaway.** Code for any length is about as fast as code for one: compile blocks.
 
@@ -982,7 +982,7 @@ lab.show(by_seed.values(), ("start_loss", "final_loss"), experiment="losses by s
 
 # %% [markdown]
 # Three seeds of BF16 end 3.8 % apart. Paired, each method is within 0.12 % of BF16. Here a seed also draws the base; a real base is
-# one for all. So this shows how to compare, no more.
+# one for all. So this only shows how to compare.
 #
 # **Takeaway.** Pair runs by seed before you believe a difference.
 
@@ -992,8 +992,8 @@ lab.show(by_seed.values(), ("start_loss", "final_loss"), experiment="losses by s
 # **Question.** The article's chart says: few steps, FP8; 135 to 220 steps, FP8 with fixed shapes, compiled; more, fixed shapes.
 # Does that follow?
 #
-# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. Section 4's second
-# compilation is left out. `lab06_advisor.py` has the article's step times, computed from its percentages and break-evens.
+# **Technique.** A method's total time is a line over steps: its first step, then the same for each later one. `lab06_advisor.py`
+# has the article's step times, computed from its percentages and break-evens.
 #
 # **Prediction.** Fixed shapes start with 106 s and take 0.515 s a step; with FP8 as well, 57 and 0.579. From which step on is the
 # one without FP8 ahead?
@@ -1085,8 +1085,8 @@ lab.verdict("A2.guide.memory", "A2.guide.few-steps")
 #
 # | you need | take |
 # |---|---|
-# | small squares | *fixed* |
-# | full images, 27 GB | section 6's *blocks compiled*, no block computed twice |
+# | small squares | *fixed*; its padding could go, too |
+# | full images, 28 GB | section 6's *blocks compiled*, batch 1, no block twice |
 # | full images, 17 GB | *fp8-frozen* at batch 4: 16.3 GB; of the article's methods *qlora*: 16.9 GB, slower |
 
 # %% [markdown]

@@ -35,8 +35,8 @@
 # | `full` | a GPU of 40 GB | 4 minutes |
 #
 # Without a GPU, nvJPEG and CUDA's variables are left out. Numbers in the text are *the recorded H200*'s; *ours* is an H100's, by an
-# older edition with other workers and another network. Both machines were unsteady: the same loop differs by up to a third. Where a
-# change is larger than that, trust its direction, not its size.
+# older edition with other workers, and another model in section 4. Both machines were unsteady: the same loop differs by up to a
+# third. Where a change is larger than that, trust its direction, not its size.
 
 # %% tags=["parameters"]
 scale: str = "auto"  # tiny (any CPU), small (a GPU of 8 GB), full (the article's own), auto: the largest that fits
@@ -392,9 +392,9 @@ with lab.attempt("the formula beside what was measured"):
 #
 # Every step took longer than promised, by 9 to 45 %, for neither number stays the same:
 #
-# - $r$: alone 224 ms, as the wait of PNG's loop 263, of *again* 343. With these one worker's 296 ms is no surprise.
-# - $c$: alone 149 ms. Step less wait is 155 to 174 in the loops without workers, 177 to 188 with them. So workers, which share the
-#   host's cores and memory, seem to lengthen $c$. They aren't all: *again* has none, and 197.
+# - $r$: alone 224 ms, in PNG's loop 263, in *again* 343. One worker's step, 296 ms, lies between these two.
+# - $c$: alone 149 ms. *Step* less *waiting* is 155 to 174 in the loops without workers, 180 to 185 with them. So workers, which
+#   share the host's cores and memory, seem to lengthen $c$. Something else does, too: *again* has no workers, and 197 ms.
 #
 # *PNG, again* is the first loop repeated, in the same rounds, and took a quarter longer, 7 to 34 % by its interval. So by the
 # course's rule the machine is *unsteady*, and verdicts on a time are *inconclusive* in this lab. Each says whether the change is
@@ -411,7 +411,7 @@ with lab.attempt("the formula beside what was measured"):
 #
 # A faster decoder can't remove the rest. Resizing belongs to it: by itself, at another moment, it took 26.9 ms, more than the whole
 # rest, so we can't tell its share. The map's pictures go through the same code (`FormDataset`), but needn't be resized. JPEGs saved
-# at 512 × 512 needn't either: we didn't time that.
+# at 512 × 512 needn't either, and are smaller than the map: we didn't time them.
 #
 # By the formula you need at least $r / c$ workers: here 224 / 149, so two. If $r / c$ is more than your cores, also decode and
 # resize once. What is left is $c$, here ten times the *floor*, the least time for the arithmetic: lab 04 lowers it.
@@ -593,7 +593,7 @@ if __name__ == "__main__":
 # step with one thing changed, for example without the wait for data, and ranks what that saves. For workers this is section 3's
 # formula: $r$ is the wait for data, $c$ the rest of the step.
 #
-# Without the tool you time the two in your own loop:
+# Without the tool you time the two in your own loop, with `num_workers=0`:
 #
 # ```python
 # batches, waits, steps = iter(loader), [], []
@@ -653,8 +653,8 @@ print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
 # LLaVA; Qwen3. Each was diagnosed, then each fix alternated with the unchanged loop (`labutils/tools/ablations.py`). These records
 # are of 23 and 26 November, on other machines. The H100's predictions were calculated afterwards, from times of the rounds in which
 # the fixes were measured. We chose the fixes before measuring. *Measured* is the rounds' median, with the least and the most, in
-# percent of the step saved; for *padding*, of the time per useful token. *Step off by* −20 %: the predicted step is 20 % shorter
-# than the measured one.
+# percent of the step saved; for *padding*, of the time per useful token. *Capture* changes three things at once. *Step off by* −20
+# %: the predicted step is 20 % shorter than the measured one.
 
 # %%
 ours = reference_runs("10").select(experiment="diagnosis")
@@ -666,8 +666,9 @@ lab.table(ablations.fix_table({f"{run.tags['script']}, {run.machine['gpu']}": ru
 # 29 % are of a useful token, too. Qwen3 in float32 doesn't let us judge: a range is too wide. Predicted steps are off by −20 to +17
 # %; that of *precision* by +32 %. Gains don't add up: the first four predictions sum to 185 %.
 #
-# **Takeaway.** In four loops of five the fix ranked first was the best of the two to four that were tested; one range is too wide.
-# The tool didn't propose the map: so also calculate with $r$ and $c$, change one thing, measure again.
+# **Takeaway.** On the H200, whose predictions came first, the fix ranked first was the best of two to four in three loops of four.
+# In the fourth a range is too wide. The tool didn't propose the map: so also calculate with $r$ and $c$, change one thing, measure
+# again.
 
 # %% [markdown]
 # ## Exercises
