@@ -9,9 +9,9 @@ runs = trained_on_seeds(workload, {"bf16": a, "nf4": b}, seeds=4, steps=16)
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,7 +28,7 @@ from labutils.recipe import Recipe
 from labutils.results.records import Run, summarise, to_frame
 from labutils.training import Benchmark, Trainer, train
 from labutils.training.model_edits import prepared_for_kbit, with_costs
-from labutils.workloads import Workload, open_workload
+from labutils.workloads import Workload
 from labutils.workloads.llava import MultimodalLora
 
 BLOCKS = {"compile": "default", "compile_scope": "blocks"}
@@ -62,13 +62,15 @@ def cells(methods: Sequence[str], batch: int) -> dict[str, Recipe]:
     return recipes | {f"{methods[0]} b{batch} again": method(methods[0], batch)}
 
 
-def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int) -> dict[str, Run]:
-    """Name -> run of `cells`, interleaved. What fails says why in its run's status.
+def compared(
+    workload: MultimodalLora, methods: Sequence[str], batch: int, rounds: int
+) -> dict[str, Run]:
+    """Name -> run of `cells`, interleaved, with tiles `cut_beforehand`. What fails says why in its
+    run's status.
 
     A method with 4-bit weights goes through PEFT's preparation. Each is compiled from nothing,
     while nothing else is; a compiled one's metrics say what the compiler did.
     """
-    load_libraries(workload.device.type)
     torch._dynamo.reset()  # compiled code keeps the models that it was made for
     forget_scales()
     recipes = cells(methods, batch)
@@ -78,11 +80,13 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     compiler = {name: Compilation() for name in recipes}
     # Trainers side by side share the 8 variants that PyTorch allows a function.
     more = torch._dynamo.config.patch(recompile_limit=16)
-    if workload.device.type == "cuda":  # else this model's first kernels load in the first method
+    options = {"dataset": cut_beforehand(workload, recipes), "on_model": prepared_for_kbit}
+    if workload.device.type == "cuda":  # else kernels and the compiler load in some first step
         with Trainer(workload, next(iter(recipes.values()))) as warm:
             warm.step()
         del warm
-    with more, Benchmark(workload, int(rounds > 1), on_model=prepared_for_kbit) as bench:
+        torch.compile(F.gelu)(torch.ones(8, device="cuda", requires_grad=True)).sum().backward()
+    with more, Benchmark(workload, int(rounds > 1), **options) as bench:
         for name, recipe in recipes.items():
             with fresh_cache(), compiler[name]:
                 bench.prepare({name: recipe})
@@ -93,15 +97,17 @@ def compared(workload: Workload, methods: Sequence[str], batch: int, rounds: int
     return {name: with_costs(run) for name, run in runs.items()}
 
 
-@functools.cache
-def load_libraries(device: str) -> None:
-    """Train a tiny model for a step, and on a GPU compile a function, once a process: kernels,
-    libraries and the compiler take time to load, which would else be in some method's first
-    step."""
-    train(open_workload("llava-lora", "tiny", device=device), A2_BASE, steps=1, warmup=0)
-    if device == "cuda":
-        x = torch.ones(8, device=device, requires_grad=True)
-        torch.compile(F.gelu)(x).sum().backward()
+def cut_beforehand(
+    workload: MultimodalLora, recipes: Mapping[str, Recipe]
+) -> Callable[[Any, Recipe], list]:
+    """`dataset` of a benchmark: images in memory with their tiles cut, those of fixed shapes apart.
+    How data is loaded is lab 10's question, and here would be most of the noise."""
+    kept: dict[bool, list] = {}
+    for recipe in recipes.values():
+        if (square := recipe.shapes == "fixed") not in kept:
+            examples = workload.read_once(workload.dataset(None, recipe))
+            kept[square] = [copy.deepcopy(example) for example in examples]
+    return lambda model, recipe: kept[recipe.shapes == "fixed"]
 
 
 def side_by_side(runs: Iterable[Run]) -> pd.DataFrame:
@@ -146,18 +152,18 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
 # Any shape, and fast
 
 PADDED = {"shapes": "padded", "token_budget": 3072, "dynamic": "static"}
-"""Rows padded to one length, and code for that length alone."""
+FORMS_OF_ROWS = {"padded": PADDED, "padded, any": PADDED | {"dynamic": "automatic"}}
+FORMS_OF_ROWS |= {"squares": FIXED, "squares, unpadded": FIXED | {"token_budget": 1200}}
+"""Rows of one length -> what gives them to the rung "blocks compiled". "padded, any" runs that
+rung's code, which has met several lengths and takes any."""
 
 
 def shape_recipes(scale: str) -> dict[str, Recipe]:
-    """Run's name -> recipe of the ladder's rungs, and of compiled blocks on rows of one shape.
-
-    "padded, any" comes after "blocks compiled": it runs that rung's code, which has met several
-    lengths and takes any. At tiny nothing is compiled, which takes a minute.
-    """
+    """Run's name -> recipe of the ladder's rungs, and of compiled blocks on rows of one length. At
+    tiny nothing is compiled, which takes a minute."""
     recipes = climb(A2_LADDER)
-    recipes["padded"] = recipes["blocks compiled"].but(**PADDED)
-    recipes["padded, any"] = recipes["padded"].but(dynamic=recipes["blocks compiled"].dynamic)
+    compiled = recipes["blocks compiled"]
+    recipes |= {name: compiled.but(**changes) for name, changes in FORMS_OF_ROWS.items()}
     if scale != "tiny":
         return recipes
     plain = {"compile": "off", "compile_scope": "model", "dynamic": "automatic"}
@@ -168,15 +174,12 @@ def any_shape(workload: MultimodalLora, rounds: int) -> dict[str, Run]:
     """Name -> run of `shape_recipes`, interleaved, each in its rung's lane.
 
     A recipe gets the same images in each round, which differ in length more than recipes in time.
-    Tiles are cut beforehand and wait in memory: how data is loaded is lab 10's question.
     """
     torch._dynamo.reset()
     recipes = shape_recipes(workload.scale)
-    forms = {"padded": "padded", "padded, any": "any"}
-    tags = {name: {"experiment": "one shape", "form": form} for name, form in forms.items()}
+    tags = {name: {"experiment": "one shape", "form": name} for name in FORMS_OF_ROWS}
     tags |= A2_LADDER.tags()
-    cut = [copy.deepcopy(one) for one in workload.read_once(workload.dataset(None, A2_BASE))]
-    options = {"same_batches": True, "dataset": lambda model, recipe: cut}
+    options = {"same_batches": True, "dataset": cut_beforehand(workload, recipes)}
     with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2, **options) as bench:
         runs = bench.compare(recipes, steps=4, rounds=rounds, tags=tags)
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, A2_LADDER)

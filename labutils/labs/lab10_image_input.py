@@ -66,6 +66,7 @@ def decoding(form: str, files: Sequence[Path], decode: Callable[[bytes], Any], *
         samples["decode_ms"].append(1e3 * (time.perf_counter() - read))
     metrics = {name: summarise(times) for name, times in samples.items()}
     metrics["mb"] = sum(file.stat().st_size for file in files) / len(files) / 1e6
+    samples["round"] = list(range(len(files)))  # a file is compared with itself
     tags = {"experiment": "decode", "format": form} | tags
     return Run("10", f"decode: {form}", tags=tags, samples=samples, metrics=metrics)
 

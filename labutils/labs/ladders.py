@@ -62,6 +62,7 @@ A2_BASE = Recipe(accumulation=1, rank=8, precision="bf16", driver="eager", dynam
 """
 
 
+ROWS = {"micro_batch": 1, "shapes": "packed", "token_budget": 8192, "dynamic": "static"}
 A2_LADDER = Ladder(
     A2_BASE,
     Rung("bf16", ARTICLE, {}, "the plain loop, as the article starts"),
@@ -77,13 +78,8 @@ A2_LADDER = Ladder(
         {"compile": "default", "compile_scope": "blocks"},
         "one block's code for all of them, from the second length on for any",
     ),
-    Rung("answers only", MATHEMATICS, {"loss": "answers"}, "logits of answers only"),
-    Rung(
-        "packed",
-        MATHEMATICS,
-        {"shapes": "packed", "token_budget": 8192, "dynamic": "static"},
-        "no padding, one shape, enough tokens for the GPU",
-    ),
+    Rung("four a batch", MATHEMATICS, {"micro_batch": 4, "loss": "answers"}, "padded batches"),
+    Rung("packed", MATHEMATICS, ROWS, "as many tokens without padding, in rows of one length"),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those
 above it.

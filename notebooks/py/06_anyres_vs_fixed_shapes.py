@@ -44,6 +44,7 @@ data: str = "generated"  # generated files like the real ones; hub: the real dat
 results_dir: str = ""  # folder of results.jsonl; empty: a new one under results/
 batches: str = ""  # batch sizes of the table; the article's: "1 2 4 8 16 24"; empty: 4, at tiny 1
 more: str = ""  # further methods of the table, as "fixed-fp8-te fp8-frozen compile-whole"
+seeds: int = 0  # trainings of each method in section 8; 0: ours are shown
 
 # %%
 from labutils.course.lab import open_lab
@@ -571,12 +572,12 @@ uniform.release_weights()
 recipes = lab06_anyres.shape_recipes(lab.scale)
 shaped = lab.measured_together(
     recipes | {"bf16 again": recipes["bf16"]},
-    partial(lab06_anyres.any_shape, varied, 2 if tiny else 4),
+    partial(lab06_anyres.any_shape, varied, 2 if tiny else 3),
 )
-columns = {"run": "", "first_step_s": "first step, s", "ms_per_1k_tokens": "ms per 1k tokens"}
-columns |= {"step_ms": "step, ms", "floor_ms": "floor, ms", "useful_tokens": "useful"}
-two = [shaped[name] for name in ("padded, any", "padded") if name in shaped]
-lab.show(two, columns, experiment="one shape")
+columns = ("first_step_s", "ms_per_1k_tokens", "step_ms", "floor_ms", "useful_tokens")
+columns += ("examples_per_s", "useful_tokens_per_s", "peak_allocated_gb")
+rows = [shaped[name] for name in lab06_anyres.FORMS_OF_ROWS if name in shaped]
+lab.show(rows, columns, experiment="one shape")
 lab.verdict("A2.fixed.cause")
 
 # %% [markdown]
@@ -964,21 +965,17 @@ start = A2_BASE.but(layers="rewritten", loss="answers", micro_batch=2)
 start = start.but(learning_rate=6e-5 if lab.weights == "hub" else 2e-3)
 trainings = {"bf16": start, "qlora": start.but(base_linear="nf4")}
 trainings |= {"fixed": start.but(shapes="fixed"), "fp8-te": start.but(base_linear="fp8-te")}
-scale_of_losses = lab.scale if lab.weights == "hub" else "tiny"
-learning = open_workload("llava-lora", scale_of_losses, lab.weights, lab.data, lab.device)
-seeds, steps = (2, 4) if tiny else (3, 10)
-by_seed = lab.measured_together(
-    {f"loss {name}": recipe for name, recipe in trainings.items()},
-    partial(lab06_anyres.trained_on_seeds, learning, trainings, seeds, steps),
-)
-
-# %%
-base = np.array(by_seed["loss bf16"].samples["final_loss"])
-for name, run in list(by_seed.items())[1:]:
-    if run.ok:
-        against = np.array(run.samples["final_loss"]) / base - 1
-        print(f"{name}, against BF16 seed by seed:", [f"{change:+.2%}" for change in against])
-lab.show(by_seed.values(), ("start_loss", "final_loss"), experiment="losses by seed")
+by_seed = reference_runs("06").select(experiment="losses by seed").of_newest_host()
+if seeds:
+    scale_of_losses = lab.scale if lab.weights == "hub" else "tiny"
+    learning = open_workload("llava-lora", scale_of_losses, lab.weights, lab.data, lab.device)
+    trained = lab06_anyres.trained_on_seeds(learning, trainings, seeds, 4 if tiny else 10)
+    by_seed = Runs(lab.keep(trained).values())
+base = np.array(by_seed.one(method="bf16").samples["final_loss"])
+for run in list(by_seed)[1:]:
+    against = np.array(run.samples["final_loss"]) / base - 1
+    print(f"{run.tags['method']}, against BF16 seed by seed:", [f"{x:+.2%}" for x in against])
+lab.table(to_frame(by_seed)[["method", "start_loss", "final_loss"]])
 
 # %% [markdown]
 # Three seeds of BF16 end 3.8 % apart. Paired, each method is within 0.12 % of BF16. Here a seed also draws the base; a real base is
@@ -1050,7 +1047,7 @@ def drawn(options, title):
     plt.show()
 
 
-looks = {"bf16": ("C0", "-"), "fp8-te": ("C1", "--"), "qlora": ("C1", "-.")}
+looks = {"bf16": ("C0", "-"), "fp8-te": ("C1", "--"), "qlora": (plots.INK, "-.")}
 looks |= {"compile": ("C2", "-."), "compile-fp8-te": ("C3", ":")}
 looks |= {"fixed": ("C4", "-"), "fixed-fp8-te": ("grey", "--")}
 drawn(published, "by the article's numbers")

@@ -51,11 +51,13 @@ from labutils.course.lab import open_lab
 lab = open_lab("10", globals())
 
 # %%
+import inspect
 import io
 import os
 import subprocess
 import sys
 import time
+import uuid
 import warnings
 from statistics import median
 
@@ -67,7 +69,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from labutils.course import plots
-from labutils.data.images import collate
+from labutils.data import images
 from labutils.labs.lab10_image_input import FormDataset, decoded, decoding, pictures
 from labutils.profiling import cuda
 from labutils.profiling.machine import usable_cores
@@ -136,7 +138,17 @@ assert (to_pixels(files[0].read_bytes()) == decoded(files[0].read_bytes())).all(
 # Equal quality numbers aren't equal loss: compare *off*. Now all pictures.
 
 # %%
-decodes = lab.keep([decoding(form, those, decoded) for form, those in by_form.items()])
+decodes_here = uuid.uuid4().hex[:12]
+
+
+def kept_as_one(runs):
+    """Runs of one comparison: file by file."""
+    for run in runs:
+        run.comparison = decodes_here
+    return lab.keep(runs)
+
+
+decodes = kept_as_one([decoding(form, those, decoded) for form, those in by_form.items()])
 
 # %% [markdown]
 # A GPU decodes JPEG too, by the library nvJPEG. torchvision and NVIDIA's DALI call it. Neither decodes PNG, article A1's format, on
@@ -150,7 +162,12 @@ with lab.attempt("JPEG decoded by the GPU", experiment="decode", format="JPEG", 
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         return decode_jpeg(data, mode=ImageReadMode.RGB, device="cuda")
 
-    decodes.append(lab.keep(decoding("JPEG", by_form["JPEG"], by_nvjpeg, on_gpu=True)))
+    decodes += kept_as_one(
+        [
+            decoding("JPEG", by_form["JPEG"], by_nvjpeg, on_gpu=True),
+            decoding("JPEG", by_form["JPEG"], decoded, again=True),  # how steady is the machine?
+        ]
+    )
 
 # %%
 with lab.attempt("decoded and resized by DALI"):
@@ -241,9 +258,7 @@ mapped, order = Mapped(folder / "train.npy"), np.random.default_rng(0).permutati
 example = median(ms(mapped.__getitem__, place) for place in order)
 batch = next(iter(DataLoader(mapped, batch_size=2)))
 torch.testing.assert_close(batch[0], FormDataset(files, sd)[0]["pixel_values"])
-resizing = median(ms(picture.resize, (side, side), Image.Resampling.LANCZOS) for _ in range(8))
-print(f"{mapped.pixels.nbytes / 1e6:.1f} MB; an example from memory: {example:.2f} ms;", end=" ")
-print(f"resizing a picture: {resizing:.1f} ms")
+print(f"{mapped.pixels.nbytes / 1e6:.1f} MB; an example from memory: {example:.2f} ms")
 
 # %% [markdown]
 # A mapped example took 0.85 ms: nothing is decoded or resized any more. From the disk, and larger than memory, the map wasn't
@@ -298,11 +313,45 @@ for r in (160, 40, 4):
 
 # %%
 loop = Recipe(driver="eager", logging="ring-buffer", micro_batch=1 if tiny else 4, accumulation=1)
-kept = {"PNG": files, "JPEG": by_form["JPEG"], "memory map": mapped.pixels}
-kept["in memory"] = np.array(mapped.pixels)
-sets = {form: FormDataset(those, sd) for form, those in kept.items()}  # decode, resize
+small_jpegs = [folder / f"{place}.jpeg" for place in range(len(files))]
+for pixels, file in zip(mapped.pixels, small_jpegs, strict=True):
+    Image.fromarray(pixels).save(file, quality=90)
+kept = {"PNG": files, "JPEG": by_form["JPEG"], "resized JPEG": small_jpegs}
+kept |= {"memory map": mapped.pixels, "in memory": np.array(mapped.pixels)}
+sets = {form: FormDataset(those, sd) for form, those in kept.items()}
+print(inspect.getsource(FormDataset.__getitem__))  # preprocess: the steps of the next cell
+
+
+# %% [markdown]
+# What does one core do for a picture? Form by form in turns, so that a slow moment is slow for all:
+
+# %%
+def taken_apart(one):
+    """ms to read, decode, resize, and make a tensor of one picture."""
+    clock = [time.perf_counter()]
+
+    def passed(result):
+        clock.append(time.perf_counter())
+        return result
+
+    content = passed(one.read_bytes() if isinstance(one, os.PathLike) else one)
+    pixels = passed(decoded(content) if isinstance(content, bytes) else np.array(content))
+    image = passed(images.resize(Image.fromarray(pixels), side))
+    passed(images.normalize(images.to_tensor(image)))
+    return 1e3 * np.diff(clock)
+
+
+apart = {form: [] for form in kept if form != "in memory"}
+for place in range(len(files)):
+    for form, times in apart.items():
+        times.append(taken_apart(kept[form][place]))
+parts = pd.DataFrame({form: np.median(times, axis=0) for form, times in apart.items()}).T
+parts.columns = ("read", "decode", "resize", "to a tensor")
+lab.table(parts.assign(together=parts.sum(axis=1)).rename_axis("a picture, ms").reset_index())
+
+# %%
 loaders = {
-    form: DataLoader(one, loop.micro_batch, collate_fn=collate) for form, one in sets.items()
+    form: DataLoader(one, loop.micro_batch, collate_fn=images.collate) for form, one in sets.items()
 }
 r = {}
 for form, loader in loaders.items():
@@ -333,7 +382,7 @@ lab.predict("the memory map shortens the step by", my_map, "%")
 # %%
 beside = loop.but(num_workers=1, persistent_workers=True, prefetch_factor=1)
 ways = {form: (loop, form) for form in kept}  # the first is measured again
-ways |= {"JPEG, workers 1": (beside, "JPEG"), "PNG, workers 1": (beside, "PNG")}
+ways |= {f"{form}, workers 1": (beside, form) for form in ("JPEG", "PNG")}
 ways["PNG, workers 2"] = (beside.but(num_workers=2), "PNG")
 
 
@@ -445,37 +494,53 @@ for go in sys.stdin:
 
 
 # %%
-def images_per_s(processes, threads):
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    variables = {name: value for name, value in os.environ.items() if name not in names}
-    variables |= dict.fromkeys(names, threads) if threads else {}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": variables}
-    command = [sys.executable, "-c", RESIZER]
-    started = [subprocess.Popen(command, **pipes) for _ in range(processes)]
-    all_threads = sum(int(process.stdout.readline()) for process in started)  # all are ready
-    rates = []
-    for _ in range(3):
-        for process in started:
-            process.stdin.write("0.2\n" if tiny else "1\n"), process.stdin.flush()  # seconds
-        rates.append(sum(float(process.stdout.readline()) for process in started))
-    for process in started:
+def started(code, count, **variables):
+    """Processes that each wait for lines; None takes a variable out."""
+    given = {name: value for name, value in (os.environ | variables).items() if value is not None}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": given}
+    return [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(count)]
+
+
+def answers(processes, line=None):
+    """What all answer to a line, or say at the start: one number each."""
+    for process in processes if line else ():
+        process.stdin.write(f"{line}\n"), process.stdin.flush()
+    return [float(process.stdout.readline()) for process in processes]
+
+
+def in_rounds(experiment, tag, metric, groups, visit, rounds):
+    """Visit groups of processes in turns, the first twice in each round: runs of one comparison."""
+    samples = {name: [] for name in (*groups, "again")}
+    for _ in range(rounds):
+        for name, found in samples.items():
+            found.append(visit(groups.get(name) or next(iter(groups.values()))))
+    comparison, first = uuid.uuid4().hex[:12], next(iter(groups))
+    for name, found in samples.items():
+        again = {"again": True} if name == "again" else {}
+        tags = {"experiment": experiment, tag: first if again else name} | again
+        run = Run("10", f"{experiment} {name}", tags=tags)
+        run.comparison, run.samples = comparison, {metric: found, "round": list(range(rounds))}
+        run.metrics[metric] = summarise(found)
+        print(f"{experiment} {name}: {median(found):.4g} ({min(found):.4g} to {max(found):.4g})")
+        lab.keep(run)
+    for process in (process for group in groups.values() for process in group):
         process.communicate()
-    print(
-        f"processes: {processes}, threads: {all_threads}, images/s:", *(f"{x:.0f}" for x in rates)
-    )
-    return rates
 
 
 # %%
 processes = min(usable_cores(), 8)
-images_per_s(1, None)
 shares = {"as they come": None, "one each": "1", "shared out": str(usable_cores() // processes)}
-for word, threads in shares.items():
-    rates = images_per_s(processes, threads)
-    tags = {"experiment": "threads", "threads": word}
-    run = Run("10", f"threads: {word}", tags=tags, samples={"images_per_s": rates})
-    run.metrics["images_per_s"] = summarise(rates)
-    lab.keep(run)
+groups = {
+    name: started(RESIZER, processes, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads)
+    for name, threads in shares.items()
+}
+alone = started(RESIZER, 1, OMP_NUM_THREADS=None, MKL_NUM_THREADS=None)
+print("threads:", {name: int(sum(answers(group))) for name, group in groups.items()})
+all_threads, seconds = answers(alone)[0], 0.2 if tiny else 0.7
+print(f"one process, {all_threads:.0f} threads: {answers(alone, seconds)[0]:.0f} images/s")
+alone[0].communicate()
+visit = lambda group: sum(answers(group, seconds))
+in_rounds("threads", "threads", "images_per_s", groups, visit, rounds=2 if tiny else 6)
 lab.verdict("A4.environment.threads")
 
 # %% [markdown]
@@ -491,17 +556,20 @@ lab.verdict("A4.environment.threads")
 
 # %%
 PASSES = """
-import time, torch
+import sys, time, torch
 to = {"device": "cuda", "dtype": torch.bfloat16}
 layer = torch.nn.TransformerEncoderLayer(768, 12, batch_first=True, norm_first=True, **to)
 network = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
 tokens = torch.randn(1, 128, 768, **to)
-for step in range(60):
+def step_ms():
     torch.cuda.synchronize()
     began = time.perf_counter()
     network(tokens).square().mean().backward()
     torch.cuda.synchronize()
-    print(1e3 * (time.perf_counter() - began))
+    return 1e3 * (time.perf_counter() - began)
+print(min(step_ms() for step in range(10)), flush=True)
+for steps in sys.stdin:
+    print(sorted(step_ms() for step in range(int(steps)))[int(steps) // 2], flush=True)
 """
 
 
@@ -519,17 +587,14 @@ with lab.attempt("CUDA's variables", experiment="launches", launches="block"):
     seen = [int(process.communicate()[0]) for process in counting]
     found = {"as_asked": int(seen == [0, 1])}
     lab.keep(Run("10", "visible devices", metrics=found, tags={"experiment": "visible devices"}))
-    passes = {"overlap": [], "block": []}
-    for word in (*passes, *passes):  # in turns
-        variables = os.environ | {"CUDA_LAUNCH_BLOCKING": "1" if word == "block" else "0"}
-        told = subprocess.check_output([sys.executable, "-c", PASSES], text=True, env=variables)
-        passes[word] += [float(line) for line in told.split()][10:]  # the first choose kernels
-    for word, took in passes.items():
-        tags = {"experiment": "launches", "launches": word}
-        run = Run("10", f"launches {word}", tags=tags, samples={"step_ms": took})
-        run.metrics["step_ms"] = summarise(took)
-        lab.keep(run)
-        print(f"launches {word}: {run.metric('step_ms'):.1f} ms a step")
+    groups = {
+        "overlap": started(PASSES, 1, CUDA_LAUNCH_BLOCKING="0"),
+        "block": started(PASSES, 1, CUDA_LAUNCH_BLOCKING="1"),
+    }
+    for group in groups.values():
+        answers(group)  # they have chosen their kernels
+    visit = lambda group: answers(group, 21)[0]  # the median of 21 steps
+    in_rounds("launches", "launches", "step_ms", groups, visit, rounds=8)
 lab.verdict("A4.environment.launch-blocking", "A4.environment.visible-devices")
 
 # %% [markdown]
@@ -592,21 +657,6 @@ if __name__ == "__main__":
 # `labutils diagnose -- python train.py` runs it for some twenty steps, and times and traces some of them. It replays the traced
 # step with one thing changed, for example without the wait for data, and ranks what that saves. For workers this is section 3's
 # formula: $r$ is the wait for data, $c$ the rest of the step.
-#
-# Without the tool you time the two in your own loop, with `num_workers=0`:
-#
-# ```python
-# batches, waits, steps = iter(loader), [], []
-# for _ in range(20):
-#     began = time.perf_counter()
-#     images = next(batches)
-#     waits.append(time.perf_counter() - began)
-#     ...  # the step, and torch.cuda.synchronize()
-#     steps.append(time.perf_counter() - began)
-# r, step = median(waits[2:]), median(steps[2:])
-# for w in (1, 2, 4, 8):
-#     print(w, "workers save", 1 - max(step - r, r / w) / step)
-# ```
 
 # %%
 script = folder / "train.py"
@@ -614,6 +664,18 @@ script.write_text(SCRIPT.replace("FOLDER", str(files[0].parent)))
 watched = watch([sys.executable, str(script)], Stages(warmup=2, timed=6, profiled=2))
 diagnosis = diagnose(watched.evidence)
 print(report.text(diagnosis))
+
+# %% [markdown]
+# The traced step, and section 3's formula by hand, with the wait as $r$:
+
+# %%
+evidence = watched.evidence
+fig, ax = plt.subplots(figsize=(7.4, 2.4))
+plots.timeline(ax, evidence.timeline)
+plt.show()
+waits = evidence.data_ms
+for w in (0, 1, 2, 4, 8, 16):
+    print(f"{w} workers: {promised_ms(waits, evidence.step_ms - waits, w):.1f} ms a step")
 
 # %% [markdown]
 # **Your prediction:** the script gets the workers that the diagnosis proposes. How many milliseconds does its step really take?
@@ -626,18 +688,19 @@ lab.predict("the script's step with workers", my_script, "ms")
 # %%
 fix = diagnosis.fix("workers")
 workers, promised = (fix.changes["num_workers"], fix.gain) if fix else (1, 0.0)
-turns = ["0", str(workers), "map"] * (1 if tiny else 2)  # so that a slow moment is slow for all
-told = subprocess.check_output([sys.executable, str(script), *turns], text=True).splitlines()
-times, shares = [float(line.split()[0]) for line in told], []
-for plain, other, by_map in zip(times[::3], times[1::3], times[2::3], strict=True):
-    shares.append(1 - other / plain)
-    print(
-        f"{plain:.1f} ms a step; {workers} workers: {other:.1f}, {other / plain - 1:+.0%}", end="; "
-    )
-    print(f"r / w = {(plain - by_map) / workers:.1f}; from the map, without workers: {by_map:.1f}")
-found = {"predicted": promised, "measured": median(shares)}
+counts = [workers] if tiny else sorted({max(1, workers // 4), max(1, workers // 2), workers})
+turns = [0, *counts, "map"]
+told = [
+    subprocess.check_output([sys.executable, str(script), *map(str, turns)], text=True)
+    for _ in range(1 if tiny else 2)  # so that a slow moment is slow for all
+]
+times = pd.DataFrame([[float(line.split()[0]) for line in one.splitlines()] for one in told])
+times.columns = pd.Index(turns, name="workers")
+lab.table(times.T.add_prefix("ms a step, turn ").reset_index())
+measured = median(1 - times[workers] / times[0])
+found = {"predicted": promised, "measured": measured}
 lab.keep(Run("10", "train.py", metrics=found, tags={"experiment": "script", "fix": "workers"}))
-print(f"predicted {promised:.0%}, measured {median(shares):.0%}")
+print(f"{workers} workers save: predicted {promised:.0%}, measured {measured:.0%}")
 
 # %% [markdown]
 # One look found a change that pays: 16 workers saved 92 % of the step, where 94 % were promised. But so near to 100 % a percentage
@@ -753,7 +816,7 @@ def truths(decode, feed):
         "the memory map shortens the step by": 100 * (1 - effect(*both).value)
         if len(both) == 2
         else None,
-        "the script's step with workers": median(times[1::3]),
+        "the script's step with workers": median(times[workers]),
     }
 
 

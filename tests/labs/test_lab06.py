@@ -65,6 +65,8 @@ def test_one_shape_differs_from_its_rung_in_the_rows_alone():
     assert changed.keys() == {"shapes", "token_budget", "dynamic"}
     changed = dict(recipes["padded, any"].as_dict().items() - base.as_dict().items())
     assert changed.keys() == {"shapes", "token_budget"}  # so it is that rung's code
+    ends = [recipes[name] for name in ("four a batch", "packed")]
+    assert ends[0].loss == ends[1].loss == "answers" and ends[1].micro_batch == 1
     tiny = lab06_anyres.shape_recipes("tiny")
     assert all(recipe.compile == "off" for recipe in tiny.values())
     assert {"padded", "packed", "bf16"} <= tiny.keys() < recipes.keys()
