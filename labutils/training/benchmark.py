@@ -154,13 +154,17 @@ class Benchmark:
         counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
         if self.same_batches:  # the same ones for each candidate
             counts = dict.fromkeys(counts, max(counts.values(), default=steps))
-        for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
-            for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
-                if name in self.candidates:
-                    with self._noting(name):
-                        block = self.candidates[name].measure(counts[name], self.lead_in)
-                        times[run].extend(block, turn)
-                    self._drop_if_failed(name)
+        try:
+            for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
+                gc.freeze()  # else a full collection walks over all there is, in some timed step
+                for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
+                    if name in self.candidates:
+                        with self._noting(name):
+                            block = self.candidates[name].measure(counts[name], self.lead_in)
+                            times[run].extend(block, turn)
+                        self._drop_if_failed(name)
+        finally:
+            gc.unfreeze()
         runs, comparison = {}, uuid.uuid4().hex[:12]
         for run_name, name in visits.items():
             run = runs[run_name] = empty_run(self.workload, self.known[name], run_name)
@@ -191,7 +195,7 @@ class Benchmark:
             with self._noting(name):
                 self.candidates[name] = Candidate(self.workload, recipes[name], **self.options)
             self._drop_if_failed(name)
-        gc.collect()  # so that the collector hardly comes by itself while steps are timed
+        gc.collect()
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of
@@ -252,6 +256,7 @@ class Benchmark:
         """
         if name in self.failed:
             self._end(name)
+            gc.unfreeze()
             gc.collect()  # a trainer's modules and hooks refer to each other
             cuda.empty_cache()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import weakref
@@ -41,6 +42,15 @@ def workload(monkeypatch, shared):
     monkeypatch.setitem(benchmark.ROUND_MS, "tiny", 1)
     monkeypatch.setattr(benchmark, "SETTLE_MS", 1)
     return workload
+
+
+def test_a_full_collection_has_nothing_to_walk_over_while_steps_are_timed(workload, monkeypatch):
+    seen, measure = [], benchmark.Candidate.measure
+    frozen = lambda *args: seen.append(gc.get_freeze_count()) or measure(*args)
+    monkeypatch.setattr(benchmark.Candidate, "measure", frozen)
+    with Benchmark(workload, 0) as bench:
+        bench.compare({"a": QUICK}, 1, 2)
+    assert len(seen) == 2 and min(seen) > 10_000 and gc.get_freeze_count() == 0
 
 
 def test_a_run_holds_what_was_measured(workload, tmp_path):
