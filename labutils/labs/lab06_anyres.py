@@ -105,8 +105,8 @@ def cut_beforehand(
     kept: dict[bool, list] = {}
     for recipe in recipes.values():
         if (square := recipe.shapes == "fixed") not in kept:
-            examples = workload.read_once(workload.dataset(None, recipe))
-            kept[square] = [copy.deepcopy(example) for example in examples]
+            cut = workload.read_once(workload.dataset(None, recipe))
+            kept[square] = list(map(copy.deepcopy, cut))
     return lambda model, recipe: kept[recipe.shapes == "fixed"]
 
 
@@ -153,7 +153,7 @@ def recompilations(workload: Workload, recipe: Recipe, batches: int) -> Run:
 
 PADDED = {"shapes": "padded", "token_budget": 3072, "dynamic": "static"}
 FORMS_OF_ROWS = {"padded": PADDED, "padded, any": PADDED | {"dynamic": "automatic"}}
-FORMS_OF_ROWS |= {"squares": FIXED, "squares, unpadded": FIXED | {"token_budget": 1200}}
+FORMS_OF_ROWS["squares"] = FIXED | {"token_budget": 1200}
 """Rows of one length -> what gives them to the rung "blocks compiled". "padded, any" runs that
 rung's code, which has met several lengths and takes any."""
 
@@ -171,7 +171,8 @@ def shape_recipes(scale: str) -> dict[str, Recipe]:
 
 
 def any_shape(workload: MultimodalLora, rounds: int) -> dict[str, Run]:
-    """Name -> run of `shape_recipes`, interleaved, each in its rung's lane.
+    """Name -> run of `shape_recipes`, each in its rung's lane: the ladder interleaved, and the rows
+    of one length, so that each has a base of its own.
 
     A recipe gets the same images in each round, which differ in length more than recipes in time.
     """
@@ -181,7 +182,9 @@ def any_shape(workload: MultimodalLora, rounds: int) -> dict[str, Run]:
     tags |= A2_LADDER.tags()
     options = {"same_batches": True, "dataset": cut_beforehand(workload, recipes)}
     with compat.variants_limited(VARIANTS), Benchmark(workload, warmup=2, **options) as bench:
+        rows = {name: recipes.pop(name) for name in FORMS_OF_ROWS if name in recipes}
         runs = bench.compare(recipes, steps=4, rounds=rounds, tags=tags)
+        runs |= bench.compare(rows, steps=4, rounds=rounds, tags=tags)
     return in_lanes({name: with_costs(run) for name, run in runs.items()}, A2_LADDER)
 
 

@@ -67,8 +67,9 @@ def decoding(form: str, files: Sequence[Path], decode: Callable[[bytes], Any], *
     metrics = {name: summarise(times) for name, times in samples.items()}
     metrics["mb"] = sum(file.stat().st_size for file in files) / len(files) / 1e6
     samples["round"] = list(range(len(files)))  # a file is compared with itself
+    name = ", ".join([form, *tags]).replace("_", " ")
     tags = {"experiment": "decode", "format": form} | tags
-    return Run("10", f"decode: {form}", tags=tags, samples=samples, metrics=metrics)
+    return Run("10", name, tags=tags, samples=samples, metrics=metrics)
 
 
 class FormDataset(Dataset):

@@ -62,6 +62,7 @@ A2_BASE = Recipe(accumulation=1, rank=8, precision="bf16", driver="eager", dynam
 """
 
 
+FOUR = {"micro_batch": 4, "loss": "answers"}
 ROWS = {"micro_batch": 1, "shapes": "packed", "token_budget": 8192, "dynamic": "static"}
 A2_LADDER = Ladder(
     A2_BASE,
@@ -78,7 +79,7 @@ A2_LADDER = Ladder(
         {"compile": "default", "compile_scope": "blocks"},
         "one block's code for all of them, from the second length on for any",
     ),
-    Rung("four a batch", MATHEMATICS, {"micro_batch": 4, "loss": "answers"}, "padded batches"),
+    Rung("four a batch", MATHEMATICS, FOUR, "padded batches, logits of answers only"),
     Rung("packed", MATHEMATICS, ROWS, "as many tokens without padding, in rows of one length"),
 )
 """From article A2's starting point on, AnyRes and BF16 kept; each rung keeps the changes of those

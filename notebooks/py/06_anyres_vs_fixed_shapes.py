@@ -571,12 +571,12 @@ for size in ((336, 336), (336, 672), (336, 1008), (672, 672)):
 uniform.release_weights()
 recipes = lab06_anyres.shape_recipes(lab.scale)
 shaped = lab.measured_together(
-    recipes | {"bf16 again": recipes["bf16"]},
-    partial(lab06_anyres.any_shape, varied, 2 if tiny else 3),
+    recipes | {f"{name} again": recipes[name] for name in ("bf16", "padded")},
+    partial(lab06_anyres.any_shape, varied, 2 if tiny else 4),
 )
 columns = ("first_step_s", "ms_per_1k_tokens", "step_ms", "floor_ms", "useful_tokens")
 columns += ("examples_per_s", "useful_tokens_per_s", "peak_allocated_gb")
-rows = [shaped[name] for name in lab06_anyres.FORMS_OF_ROWS if name in shaped]
+rows = [run for run in shaped.values() if run.tags["experiment"] == "one shape"]
 lab.show(rows, columns, experiment="one shape")
 lab.verdict("A2.fixed.cause")
 
@@ -893,7 +893,7 @@ for name, make in makes.items():
 # %%
 by_layer["BF16 again"] = Run("06", "", tags=by_layer["BF16"].tags | {"again": True})
 ms = {name: [] for name in by_layer}
-turns, each = (2, 1) if tiny else (8, 5)
+turns, each = (2, 1) if tiny else (6, 5)
 for turn in range(turns):
     for name in list(by_layer)[:: -1 if turn % 2 else 1]:
         step = steps[name.removesuffix(" again")]
