@@ -88,12 +88,17 @@ def timed(trainer: Trainer, steps: int, times: StepTimes) -> Iterator[None]:
     It is a generator, so that the body stays where it is read: in `Candidate.measure`.
     """
     clock = StepClock(trainer.workload.device)
-    trainer.batches.reset()
-    clock.start()
-    for _ in range(steps):
-        yield
-        clock.mark(*trainer.batches.reset())
-    times.extend(clock.stop())
+    young, middle, full = gc.get_threshold()
+    gc.set_threshold(young, middle, 2**31 - 1)  # a full collection walks over all models
+    try:
+        trainer.batches.reset()
+        clock.start()
+        for _ in range(steps):
+            yield
+            clock.mark(*trainer.batches.reset())
+        times.extend(clock.stop())
+    finally:
+        gc.set_threshold(young, middle, full)
 
 
 def steps_to_drain(recipe: Recipe, ranks: int = 1) -> int:
@@ -154,17 +159,13 @@ class Benchmark:
         counts = {n: max(steps, math.ceil(round_ms / self.candidates[n].step_ms)) for n in able}
         if self.same_batches:  # the same ones for each candidate
             counts = dict.fromkeys(counts, max(counts.values(), default=steps))
-        try:
-            for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
-                gc.freeze()  # else a full collection walks over all there is, in some timed step
-                for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
-                    if name in self.candidates:
-                        with self._noting(name):
-                            block = self.candidates[name].measure(counts[name], self.lead_in)
-                            times[run].extend(block, turn)
-                        self._drop_if_failed(name)
-        finally:
-            gc.unfreeze()
+        for turn in _progress(range(rounds or ROUNDS[self.workload.scale]), "measuring"):
+            for run, name in list(visits.items())[:: -1 if turn % 2 else 1]:
+                if name in self.candidates:
+                    with self._noting(name):
+                        block = self.candidates[name].measure(counts[name], self.lead_in)
+                        times[run].extend(block, turn)
+                    self._drop_if_failed(name)
         runs, comparison = {}, uuid.uuid4().hex[:12]
         for run_name, name in visits.items():
             run = runs[run_name] = empty_run(self.workload, self.known[name], run_name)
@@ -195,7 +196,7 @@ class Benchmark:
             with self._noting(name):
                 self.candidates[name] = Candidate(self.workload, recipes[name], **self.options)
             self._drop_if_failed(name)
-        gc.collect()
+        gc.collect()  # so that the collector hardly comes by itself while steps are timed
 
     def watch(self, name: str, steps: int = 5) -> dict[str, float]:
         """Utilisation by the driver's account while `steps` more optimizer steps run, as metrics of
@@ -256,7 +257,6 @@ class Benchmark:
         """
         if name in self.failed:
             self._end(name)
-            gc.unfreeze()
             gc.collect()  # a trainer's modules and hooks refer to each other
             cuda.empty_cache()
 

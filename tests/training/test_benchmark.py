@@ -44,13 +44,23 @@ def workload(monkeypatch, shared):
     return workload
 
 
-def test_a_full_collection_has_nothing_to_walk_over_while_steps_are_timed(workload, monkeypatch):
-    seen, measure = [], benchmark.Candidate.measure
-    frozen = lambda *args: seen.append(gc.get_freeze_count()) or measure(*args)
-    monkeypatch.setattr(benchmark.Candidate, "measure", frozen)
-    with Benchmark(workload, 0) as bench:
-        bench.compare({"a": QUICK}, 1, 2)
-    assert len(seen) == 2 and min(seen) > 10_000 and gc.get_freeze_count() == 0
+def test_no_full_collection_falls_into_a_timed_step(workload, monkeypatch):
+    full, kept, limits, step = [], [], gc.get_threshold(), Trainer.step
+    seen = lambda phase, info: full.append(phase) if info["generation"] == 2 else None
+    with Trainer(workload, QUICK) as opened:
+        littered = lambda self: kept.extend([] for _ in range(300_000)) or step(self)
+        monkeypatch.setattr(Trainer, "step", littered)
+        gc.callbacks.append(seen)
+        try:
+            benchmark.measure(opened, 2)
+            assert not full and gc.get_threshold() == limits
+            opened.step(), opened.step()
+            assert full, "untimed, the same steps provoke one"
+        finally:
+            gc.callbacks.remove(seen)
+        monkeypatch.setattr(Trainer, "step", lambda self: 1 / 0)
+        pytest.raises(ZeroDivisionError, benchmark.measure, opened, 2)
+    assert gc.get_threshold() == limits
 
 
 def test_a_run_holds_what_was_measured(workload, tmp_path):
