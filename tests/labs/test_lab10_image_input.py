@@ -41,3 +41,6 @@ def test_each_trainer_reads_the_dataset_that_it_was_built_with(workload):
             bench.prepare({name: recipe})
         runs = bench.compare({"plain": recipe, "black": recipe}, steps=1, rounds=2)
     assert runs["black"].metrics["loss"] != runs["plain"].metrics["loss"]
+    assert runs["plain again"].tags["again"]
+    for run in runs.values():
+        assert run.ok and set(run.samples["round"]) == {0, 1}
